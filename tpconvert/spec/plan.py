@@ -1,0 +1,243 @@
+"""The plan: what is cut and why, and what the runtime must do about it.  Complete: nothing is traced again later.
+
+A plan holds, for one module and one tp degree,
+
+* a :class:`Verdict` for every parameter and buffer,
+* the :class:`Boundary` list: the collectives, each at a module's input or output,
+* the :class:`Edit` list: integer attributes that count something cut,
+* the :class:`Rewrite` list: modules whose forward is replaced by their own recorded graph.
+
+It is JSON that a person can read, diff and edit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from tpconvert.errors import PlanError
+from tpconvert.spec.layout import Block, Layout
+
+FORMAT = 1
+
+Kind = Literal["copy", "reduce", "gather", "scatter"]
+Side = Literal["input", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What happens to one parameter or buffer, and why."""
+
+    name: str
+    """Its name in ``named_parameters(remove_duplicate=False)`` or ``named_buffers``."""
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch spells it without the prefix: ``float32``, ``bfloat16``."""
+    layout: Layout
+    reason: str
+    kind: Literal["parameter", "buffer"] = "parameter"
+    axis: str = ""
+    """The axis it is cut along (:attr:`Axis.name`), empty when whole."""
+    pattern: str = ""
+    """The pattern it was found in: ``gated-mlp``, ``attention``, ``vocabulary``, ..."""
+    role: str = ""
+    """Its part in that pattern: ``column``, ``row``, ``vocabulary``, ``per-head``, ..."""
+    sum_grad: bool = False
+    """Each rank holding a row of it computes a term of that row's gradient: reads sum the gradient over them."""
+    once: bool = False
+    """A whole value added to a partial one (the bias of a row-parallel layer): it counts on one rank only."""
+    tied_to: str = ""
+    """The first name of the same tensor, when this is a later one."""
+    persistent: bool = True
+    """Whether it is part of the state dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """One collective where a value crosses into or out of a cut region.
+
+    =======  =====================================  ================================
+    kind     forward                                backward
+    =======  =====================================  ================================
+    copy     identity                               sum over ranks
+    reduce   sum over ranks                         identity
+    gather   parts joined along ``dim``             this rank's part
+    scatter  this rank's part along ``dim``         parts joined
+    =======  =====================================  ================================
+    """
+
+    kind: Kind
+    module: str
+    """Dotted path of the module; empty for the root."""
+    side: Side
+    slots: tuple[str, ...]
+    """Where the tensor is. Input: ``args.0``, ``kwargs.hidden_states``, ``args.0.1`` (nested). Output: ``""`` for the
+    output itself, ``0``, ``logits``, ``0.1``.  Several slots hold one and the same tensor and share one collective."""
+    axis: str = ""
+    shape: tuple[int, ...] = ()
+    """Shape of the whole tensor when traced, for counting bytes."""
+    dtype: str = ""
+    dim: int | None = None
+    """gather, scatter: the dim that is cut. copy: the dim of ``span``."""
+    blocks: tuple[Block, ...] = ()
+    """gather, scatter: how that dim is dealt."""
+    span: tuple[int, int] | None = None
+    """copy: only this range of ``dim`` has a partial gradient; the rest is left alone."""
+    call: int = 0
+    """Which call of the module in one forward, for modules called more than once; -1 is every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """An integer attribute the forward reads, which counts something cut.
+
+    Its value on a rank is ``local_size(blocks) // local_size(per)``, an empty ``per`` counting as 1.
+    """
+
+    module: str
+    attribute: str
+    """``num_heads``; ``config.num_attention_heads`` edits a copy of the config that only this module sees;
+    ``sizes.1`` edits an item of a tuple or list."""
+    value: int
+    """The whole value, checked before it is replaced."""
+    blocks: tuple[Block, ...]
+    per: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """A module whose forward is replaced by its recorded graph, where a size or a collective fits no other way."""
+
+    module: str
+    reason: str
+    signature: dict[str, Any]
+    """What the forward was called with: slot -> ``tensor``, or the constant it was given."""
+    nodes: tuple[dict[str, Any], ...]
+    output: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Dims that are cut together."""
+
+    name: str
+    """Like ``model.layers.0.mlp:ffn``; unique in the plan."""
+    pattern: str
+    size: int
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything the runtime, the checkpoint and the reader need to know about one conversion."""
+
+    tp: int
+    verdicts: tuple[Verdict, ...]
+    boundaries: tuple[Boundary, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    rewrites: tuple[Rewrite, ...] = ()
+    axes: tuple[Axis, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Guesses and warnings, in words."""
+    source: dict[str, Any] = field(default_factory=dict)
+    """What was planned: its name, class, input shapes, versions."""
+
+    def __getitem__(self, name: str) -> Verdict:
+        for verdict in self.verdicts:
+            if verdict.name == name:
+                return verdict
+        raise PlanError(f"The plan has no parameter or buffer named {name}.")
+
+    def layouts(self) -> dict[str, Layout]:
+        """Name -> layout of every parameter and buffer."""
+        return {v.name: v.layout for v in self.verdicts}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON data; defaults are left out."""
+        return {"format": FORMAT} | _plain(self)
+
+    def dumps(self) -> str:
+        """The text of ``plan.json``: one line an entry."""
+        return _dumps(self.to_json())
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The inverse of :meth:`to_json`."""
+        if data.get("format") != FORMAT:
+            raise PlanError(f"This plan has format {data.get('format')!r}; this version of tpconvert reads format {FORMAT}.")
+        try:
+            return cls(
+                tp=int(data["tp"]),
+                verdicts=tuple(_read(Verdict, v) for v in data["verdicts"]),
+                boundaries=tuple(_read(Boundary, b) for b in data.get("boundaries", ())),
+                edits=tuple(_read(Edit, e) for e in data.get("edits", ())),
+                rewrites=tuple(_read(Rewrite, r) for r in data.get("rewrites", ())),
+                axes=tuple(_read(Axis, a) for a in data.get("axes", ())),
+                notes=tuple(data.get("notes", ())),
+                source=dict(data.get("source", {})),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"The plan cannot be read: {type(error).__name__}: {error}.") from None
+
+    @classmethod
+    def loads(cls, text: str) -> Plan:
+        """A plan from the text of ``plan.json``."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"The plan is not JSON: {error}.") from None
+        return cls.from_json(data)
+
+
+def _plain(item: Any) -> Any:
+    """A dataclass as JSON data, without the fields that hold their default."""
+    if isinstance(item, Block | Layout):
+        return item.to_json()
+    if hasattr(item, "__dataclass_fields__"):
+        out = {}
+        for f in fields(item):
+            value = _plain(getattr(item, f.name))
+            if f.name == "layout" or f.default is f.default_factory or value not in (_plain(f.default), [], {}):
+                out[f.name] = value
+        return out
+    if isinstance(item, dict):
+        return {k: _plain(v) for k, v in item.items()}
+    if isinstance(item, tuple | list):
+        return [_plain(v) for v in item]
+    return item
+
+
+def _blocks(data: Iterable[Any]) -> tuple[Block, ...]:
+    return tuple(map(Block.from_json, data))
+
+
+_READERS = {
+    "layout": Layout.from_json,
+    "blocks": _blocks,
+    "per": _blocks,
+    "shape": tuple,
+    "slots": tuple,
+    "span": tuple,
+    "parameters": tuple,
+    "nodes": tuple,
+}
+
+
+def _read(kind: Any, data: Mapping[str, Any]) -> Any:
+    unknown = set(data) - {f.name for f in fields(kind)}
+    if unknown:
+        raise PlanError(f"The plan has an unknown key {sorted(unknown)[0]!r} in a {kind.__name__.lower()}.")
+    return kind(**{k: _READERS[k](v) if k in _READERS else v for k, v in data.items()})
+
+
+def _dumps(data: dict[str, Any]) -> str:
+    lines = []
+    for key, value in data.items():
+        if isinstance(value, list) and value:
+            body = ",\n".join(f"  {json.dumps(v)}" for v in value)
+            lines.append(f" {json.dumps(key)}: [\n{body}\n ]")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
