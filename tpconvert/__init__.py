@@ -1,1 +1,44 @@
-"""Automatic tensor parallelism for any PyTorch model, proved equal."""
+"""Automatic tensor parallelism for any PyTorch model, proved equal.
+
+The public names below are imported when they are first used, so that ``import tpconvert`` stays light::
+
+    plan = tpconvert.make_plan(model, inputs, tp=2)
+    tpconvert.parallelize(model, plan, tpconvert.make_mesh(tp=2, device="cuda"))
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "clip_grad_norm_": "tpconvert.parallel.clip",
+    "cross_entropy": "tpconvert.parallel.loss",
+    "inspect": "tpconvert.checkpoint",
+    "load": "tpconvert.load",
+    "make_mesh": "tpconvert.parallel.mesh",
+    "make_plan": "tpconvert.planning",
+    "merge": "tpconvert.checkpoint",
+    "Mesh": "tpconvert.parallel.mesh",
+    "open_source": "tpconvert.source",
+    "parallelize": "tpconvert.parallel.convert",
+    "Plan": "tpconvert.spec.plan",
+    "reshard": "tpconvert.checkpoint",
+    "shard": "tpconvert.checkpoint",
+    "TPConvertError": "tpconvert.errors",
+    "verify": "tpconvert.verify",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tpconvert' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

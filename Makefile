@@ -1,0 +1,52 @@
+# make demo and make test do all their set-up by themselves.  Variables:
+#   PYTHON  the interpreter that creates the environment (3.11 or newer)
+#   VENV    where the environment lives; one that you already have may be named here
+#   PIP     more options for pip install, such as --extra-index-url https://download.pytorch.org/whl/cpu
+PYTHON ?= python3
+VENV ?= .venv
+PIP ?=
+PY = $(VENV)/bin/python
+READY = $(VENV)/.tpconvert-ready
+
+.PHONY: setup demo test lint fmt type coverage bench slow wheel clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("tpconvert needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP) -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	PATH="$(abspath $(VENV))/bin:$$PATH" bash examples/tour.sh
+
+test: $(READY)
+	$(PY) -m pytest -q
+
+slow: $(READY)
+	$(PY) -m pytest -q -p randomly -m "not gpu and not network"
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+type: $(READY)
+	$(PY) -m mypy
+
+fmt: $(READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+coverage: $(READY)
+	$(PY) -m pytest -q --cov --cov-report=term --cov-report=html:build/coverage
+
+bench: $(READY)
+	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file || exit 1; done
+
+wheel: $(READY)
+	$(PY) -m build --wheel --outdir dist
+
+clean:
+	rm -rf build dist demo .pytest_cache .ruff_cache .mypy_cache .hypothesis
