@@ -1,0 +1,1 @@
+"""Tiny vanilla modules in the many forms people write, none from transformers."""
