@@ -35,7 +35,9 @@ def perturb(module: nn.Module, seed: int = 0) -> nn.Module:
 
 def as_double(module: nn.Module, inputs: Inputs) -> Built:
     """Module (changed in place) and inputs with every floating tensor in float64."""
-    return module.double(), {k: v.double() if torch.is_floating_point(v) else v for k, v in inputs.items()}
+    return module.double(), {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()
+    }
 
 
 def leaves(output: object) -> Iterator[Tensor]:
@@ -100,6 +102,7 @@ MODELS: dict[str, Callable[[], Built]] = {
     "mha_cross_length_first": builtin.mha_cross_length_first,
     "encoder_norm_first": builtin.encoder_norm_first,
     "encoder_norm_last": builtin.encoder_norm_last,
+    "encoder_dropout": builtin.encoder_dropout,
     "decoder": builtin.decoder,
     "translator": builtin.translator,
     "recurrent": builtin.recurrent,

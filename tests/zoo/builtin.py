@@ -66,10 +66,10 @@ def mha_cross_length_first() -> Built:
 class Encoder(nn.Module):
     """An embedding, nn.TransformerEncoder and a classifier."""
 
-    def __init__(self, *, norm_first: bool) -> None:
+    def __init__(self, *, norm_first: bool, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 30)
-        layer = nn.TransformerEncoderLayer(30, 6, 44, dropout=0.0, batch_first=True, norm_first=norm_first)
+        layer = nn.TransformerEncoderLayer(30, 6, 44, dropout, batch_first=True, norm_first=norm_first)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(30, CLASSES)
 
@@ -85,6 +85,11 @@ def encoder_norm_first() -> Built:
 def encoder_norm_last() -> Built:
     """nn.TransformerEncoder with the norms after."""
     return seeded(Encoder, norm_first=False), {"ids": words(BATCH, LENGTH)}
+
+
+def encoder_dropout() -> Built:
+    """The same with dropout of 0.1: inside attention, between the layers of the MLP, and on both residuals."""
+    return seeded(Encoder, norm_first=False, dropout=0.1), {"ids": words(BATCH, LENGTH)}
 
 
 class Decoder(nn.Module):

@@ -84,7 +84,7 @@ class StackedMixture(nn.Module):
     def __init__(self, width: int, experts: int, ffn: int, top: int = 2) -> None:
         super().__init__()
         self.top = top
-        self.router = nn.Parameter(torch.randn(experts, width))
+        self.router = nn.Parameter(torch.randn(experts, width) * width**-0.5)
         self.gate_up = nn.Parameter(torch.randn(experts, width, 2 * ffn) * width**-0.5)
         self.down = nn.Parameter(torch.randn(experts, ffn, width) * ffn**-0.5)
         self.shared = GatedMlp(width, 28)

@@ -3,6 +3,8 @@
 Sizes never coincide by accident: a fault that swaps two dims must not be hidden by equal numbers.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,7 @@ FFN, FFN_FEW = 84, 28  # 84 is cut by 2, 3 and 4; 28 by 2 and 4
 VOCAB, VOCAB_ODD = 60, 53
 CLASSES = 10
 
-Inputs = dict[str, Tensor]
+Inputs = dict[str, Any]  # keyword arguments of forward
 Built = tuple[nn.Module, Inputs]
 
 
