@@ -1,0 +1,54 @@
+"""SOURCE, everywhere a model is named: a Hugging Face id, a folder, or a function of the user's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from tpconvert.errors import SourceError
+from tpconvert.source.callables import is_callable_name, open_callable
+from tpconvert.source.huggingface import open_huggingface
+from tpconvert.source.source import Source
+
+__all__ = ["Source", "open_source"]
+
+
+def open_source(
+    name: str,
+    *,
+    task: str | None = None,
+    weights: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> Source:
+    """The model that ``name`` stands for, without its weights in memory."""
+    if is_callable_name(name):
+        for option, given in (("--task", task), ("--revision", revision)):
+            if given:
+                raise SourceError(f"{option} is for Hugging Face models; {name} is a function.")
+        source = open_callable(name, weights=weights)
+    else:
+        if weights:
+            raise SourceError(f"--weights is for functions; {name} brings its own.")
+        source = open_huggingface(name, task=task, trust_remote_code=trust_remote_code, revision=revision)
+    common = {
+        "name": name,
+        "inputs": _shapes(source.inputs),
+        "torch": torch.__version__,
+        "tpconvert": version("tpconvert"),
+    }
+    return replace(source, description=common | source.description)
+
+
+def _shapes(inputs: Any) -> Any:
+    """The inputs with ``int64[2, 13]`` in place of tensors."""
+    if isinstance(inputs, torch.Tensor):
+        return f"{str(inputs.dtype).removeprefix('torch.')}{list(inputs.shape)}"
+    if isinstance(inputs, dict):
+        return {k: _shapes(v) for k, v in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return [_shapes(v) for v in inputs]
+    return inputs if isinstance(inputs, bool | int | float | str | None) else type(inputs).__name__

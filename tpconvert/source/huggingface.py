@@ -1,0 +1,150 @@
+"""Opens a Hugging Face model: its own class on meta parameters, by its configuration alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tpconvert.errors import SourceError
+from tpconvert.source.blame import told
+from tpconvert.source.frugal import frugal, parameters_to_meta
+from tpconvert.source.hub import Home, find_home
+from tpconvert.source.inputs import example_inputs
+from tpconvert.source.source import Source
+from tpconvert.source.tasks import auto_class, named_class
+
+if TYPE_CHECKING:
+    from tpconvert.checkpoint.weights import Weights
+
+
+def open_huggingface(
+    name: str, *, task: str | None = None, trust_remote_code: bool = False, revision: str | None = None
+) -> Source:
+    """The source for a hub id or a folder with a ``config.json``; reads no weights."""
+    import transformers
+
+    chosen = auto_class(task) if task else None
+    home = find_home(name, revision)
+    with quiet():
+        config = _config(home, trust_remote_code)
+        kind = chosen or _own_class(home, config, trust_remote_code)
+        make = partial(_from_config, kind, trust=trust_remote_code and bool(_remote(home)))
+        with frugal():
+            module = parameters_to_meta(_built(home, make, config)).eval()
+        inputs = example_inputs(module, config)
+    description = {
+        "class": type(module).__name__,
+        "revision": home.revision,
+        "task": task or "",
+        "transformers": transformers.__version__,
+    }
+    return Source(
+        name=name,
+        module=module,
+        inputs=inputs,
+        build=partial(_real, home, kind, make, config, trust_remote_code),
+        weights=partial(_weights, home, module, config),
+        description={k: v for k, v in description.items() if v},
+        files=home.beside(),
+        has_weights=home.has_weights,
+        config=config,
+        make=make,
+        notes=() if home.has_weights else (f"{name} holds no weights; seeded random ones are used.",),
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within it, transformers shows neither bars nor warnings: what a user must know is said by tpconvert."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _config(home: Home, trust: bool) -> Any:
+    from transformers import AutoConfig
+
+    remote = _remote(home)
+    try:
+        return AutoConfig.from_pretrained(home.folder, trust_remote_code=bool(remote) and trust)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if remote and not trust:
+            raise _untrusted(home, remote) from None
+        raise SourceError(f"{home.name}: its config.json cannot be read: {told(error)}") from None
+
+
+def _own_class(home: Home, config: Any, trust: bool) -> Any:
+    """The class named in the config: one of transformers, or one that lies in the folder and is trusted."""
+    import transformers
+
+    named = (getattr(config, "architectures", None) or [""])[0]
+    remote = next((r for r in _remote(home).values() if r.rpartition(".")[2] == named), "")
+    if not remote or hasattr(transformers, named):
+        return named_class(config, home.name)
+    if not trust:
+        raise _untrusted(home, _remote(home))
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module(remote, str(home.folder))
+
+
+def _remote(home: Home) -> dict[str, str]:
+    """``auto_map`` of the config: Auto class -> ``file.Class`` that lies beside the weights."""
+    try:
+        found = json.loads((home.folder / "config.json").read_text()).get("auto_map") or {}
+    except (json.JSONDecodeError, AttributeError, UnicodeDecodeError):
+        return {}
+    return {k: v for k, v in found.items() if isinstance(v, str)}
+
+
+def _untrusted(home: Home, remote: dict[str, str]) -> SourceError:
+    file = next(iter(remote.values())).rpartition("--")[2].rpartition(".")[0] + ".py"
+    return SourceError(
+        f"{home.name} comes with code of its own ({file}), which is not run unasked.",
+        hint="Read it, then add --trust-remote-code.",
+    )
+
+
+def _from_config(kind: Any, config: Any, *, trust: bool) -> nn.Module:
+    """A module of random weights from a copy of the config."""
+    copy = deepcopy(config)
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if hasattr(kind, "_from_config"):
+            return kind._from_config(copy)  # type: ignore[no-any-return]
+        return kind.from_config(copy, trust_remote_code=trust)  # type: ignore[no-any-return]
+
+
+def _built(home: Home, make: Any, config: Any) -> nn.Module:
+    try:
+        return make(config)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise SourceError(f"{home.name}: the model cannot be built from its config: {told(error)}") from error
+
+
+def _real(home: Home, kind: Any, make: Any, config: Any, trust: bool) -> nn.Module:
+    if not home.has_weights:
+        return _built(home, make, config).eval()
+    with quiet():
+        return kind.from_pretrained(home.with_weights(), trust_remote_code=trust).eval()  # type: ignore[no-any-return]
+
+
+def _weights(home: Home, module: nn.Module, config: Any) -> Weights:
+    from tpconvert.source.conversion import hf_weights
+
+    return hf_weights(home.with_weights(), module)
