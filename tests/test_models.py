@@ -175,6 +175,15 @@ def test_perturbing_leaves_no_default_and_no_integer_changed(name: str) -> None:
         assert not key.endswith("var") or (b > 0.5).all()
 
 
+def test_perturbing_leaves_integer_and_boolean_buffers_alone() -> None:
+    module = nn.Module()
+    module.register_buffer("places", torch.arange(40))
+    module.register_buffer("mask", torch.zeros(40, dtype=torch.bool))
+    perturb(module)
+    assert torch.equal(module.places, torch.arange(40))
+    assert not module.mask.any()
+
+
 def test_perturbing_is_seeded_and_keeps_ties() -> None:
     one, two, three = (perturb(MODELS["tied_padding"]()[0], seed) for seed in (1, 1, 2))
     assert torch.equal(one.embed.weight, two.embed.weight)
