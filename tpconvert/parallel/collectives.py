@@ -1,0 +1,241 @@
+"""All communication: each collective with its forward and its backward.
+
+None writes into a tensor that autograd owns.  At degree 1 each returns its argument; on a dry mesh each only
+changes the shape.  Eager code calls c10d; code being compiled uses functional collectives, which can be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from tpconvert.parallel.mesh import Mesh, Ranks
+from tpconvert.spec.layout import Block, Layout, Piece
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How one dim is dealt to the ranks of a mesh, worked out once."""
+
+    dim: int
+    size: int
+    pieces: tuple[Piece, ...]
+    """Of the whole dim, what this rank holds."""
+    sizes: tuple[int, ...]
+    """What each rank holds."""
+    runs: tuple[tuple[int, int, int], ...]
+    """The whole dim in order: ``(rank, start, stop)`` in that rank's part."""
+    shared: tuple[tuple[Ranks, tuple[Piece, ...]], ...]
+    """The ranks that hold some of this rank's rows too -> which local rows."""
+
+
+def parts_of(dim: int, blocks: Sequence[Block], mesh: Mesh) -> Parts:
+    """The parts of a dim that is dealt as ``blocks``."""
+    layout = Layout(dim, tuple(blocks))
+    shared: dict[Ranks, list[Piece]] = {}
+    for piece, ranks in layout.shared(mesh.rank, mesh.degree):
+        shared.setdefault(ranks, []).append(piece)
+    return Parts(
+        dim=dim,
+        size=sum(b.size for b in blocks),
+        pieces=tuple(layout.pieces(mesh.rank, mesh.degree)),
+        sizes=tuple(layout.local_size(r, mesh.degree) for r in range(mesh.degree)),
+        runs=tuple(_runs(layout, mesh.degree)),
+        shared=tuple((ranks, tuple(pieces)) for ranks, pieces in shared.items()),
+    )
+
+
+def _runs(layout: Layout, degree: int) -> list[tuple[int, int, int]]:
+    """Who to ask for each part of the whole dim; of several holders, the first."""
+    held = []
+    for rank in range(degree):
+        at = 0
+        for start, stop in layout.pieces(rank, degree):
+            held.append((start, stop, rank, at))
+            at += stop - start
+    runs: list[tuple[int, int, int]] = []
+    done = 0
+    for start, stop, rank, at in sorted(held):
+        if stop > done:
+            runs.append((rank, at + done - start, at + stop - start))
+            done = stop
+    return runs
+
+
+# -- with gradients -------------------------------------------------------------------------------------------
+
+
+def copy(x: Tensor, mesh: Mesh) -> Tensor:
+    """copy: identity forward, sum backward."""
+    return _Copy.apply(x, mesh) if _differentiates(x, mesh) else x
+
+
+def copy_span(x: Tensor, dim: int, span: Piece, mesh: Mesh) -> Tensor:
+    """copy of a range of ``dim``: identity forward; backward sums that range and leaves the rest alone."""
+    return _CopyRows.apply(x, dim, ((tuple(range(mesh.degree)), (span,)),), mesh) if _differentiates(x, mesh) else x
+
+
+def copy_shared(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
+    """copy of a cut tensor: identity forward; backward sums each run of rows over the ranks that hold it."""
+    return _CopyRows.apply(x, parts.dim, parts.shared, mesh) if parts.shared and _differentiates(x, mesh) else x
+
+
+def reduce(x: Tensor, mesh: Mesh) -> Tensor:
+    """reduce: sum forward, identity backward."""
+    return x if mesh.degree == 1 or mesh.dry else _Reduce.apply(x, mesh)
+
+
+def gather(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
+    """gather: parts joined along ``parts.dim`` forward, this rank's part backward."""
+    return x if mesh.degree == 1 else _Gather.apply(x, parts, mesh)
+
+
+def scatter(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
+    """scatter: this rank's part along ``parts.dim`` forward, parts joined backward."""
+    return x if mesh.degree == 1 else _Scatter.apply(x, parts, mesh)
+
+
+def once(x: Tensor, mesh: Mesh) -> Tensor:
+    """once: the value on rank 0 and zeros on the others forward, identity backward."""
+    return x if mesh.rank == 0 or mesh.dry else _Once.apply(x)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return summed(grad, ctx.mesh), None
+
+
+class _CopyRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, rows: tuple[tuple[Ranks, tuple[Piece, ...]], ...], mesh: Mesh) -> Tensor:
+        ctx.dim, ctx.rows, ctx.mesh = dim, rows, mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        out = grad.clone()
+        for ranks, pieces in ctx.rows:
+            total = _all_reduce(take(grad, ctx.dim, pieces), "sum", ctx.mesh.subgroup(ranks))
+            at = 0
+            for start, stop in pieces:
+                out.narrow(ctx.dim, start, stop - start).copy_(total.narrow(ctx.dim, at, stop - start))
+                at += stop - start
+        return out, None, None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        return summed(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
+        ctx.parts = parts
+        return joined(x, parts, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return take(grad, ctx.parts.dim, ctx.parts.pieces), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
+        ctx.parts, ctx.mesh = parts, mesh
+        return take(x, parts.dim, parts.pieces)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return joined(grad, ctx.parts, ctx.mesh), None, None
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad
+
+
+def _differentiates(x: Tensor, mesh: Mesh) -> bool:
+    return mesh.degree > 1 and not mesh.dry and torch.is_grad_enabled() and x.requires_grad
+
+
+# -- without gradients ----------------------------------------------------------------------------------------
+
+
+def take(x: Tensor, dim: int, pieces: Sequence[Piece]) -> Tensor:
+    """A new tensor of the given ranges of ``dim``, one after the other."""
+    slices = [x.narrow(dim, start, stop - start) for start, stop in pieces]
+    if len(slices) == 1:
+        return slices[0].clone(memory_format=torch.contiguous_format)
+    return torch.cat(slices, dim) if slices else x.narrow(dim, 0, 0).clone()
+
+
+def summed(x: Tensor, mesh: Mesh) -> Tensor:
+    """A new tensor: the sum over tp ranks."""
+    return x if mesh.group is None else _all_reduce(x, "sum", mesh.group)
+
+
+def largest(x: Tensor, mesh: Mesh) -> Tensor:
+    """A new tensor: the elementwise maximum over tp ranks."""
+    return x if mesh.group is None else _all_reduce(x, "max", mesh.group)
+
+
+def averaged_over_dp(x: Tensor, mesh: Mesh) -> Tensor:
+    """A new tensor: the mean over dp ranks."""
+    return x if mesh.dp_group is None else _all_reduce(x, "sum", mesh.dp_group) / mesh.dp_degree
+
+
+def joined(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
+    """A new tensor: the ranks' parts put together along ``parts.dim``."""
+    dim = parts.dim % x.dim()
+    if mesh.group is None:
+        shape = [parts.size if i == dim else n for i, n in enumerate(x.shape)]
+        return x.new_zeros(shape)
+    most = max(parts.sizes)
+    rows = x.movedim(dim, 0).contiguous()
+    if len(rows) < most:  # all-gather takes equal parts only
+        rows = torch.cat([rows, rows.new_zeros([most - len(rows), *rows.shape[1:]])])
+    every = _all_gather(rows, mesh)
+    if parts.runs != tuple((r, 0, most) for r in range(mesh.degree)):
+        every = torch.cat([every[r * most + start : r * most + stop] for r, start, stop in parts.runs])
+    return every.movedim(0, dim).contiguous()
+
+
+def _all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional.all_reduce(x.contiguous(), op, group)
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group)
+    return out
+
+
+def _all_gather(x: Tensor, mesh: Mesh) -> Tensor:
+    if torch.compiler.is_compiling():
+        traced = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+        return traced(x, 0, mesh.group)
+    out = x.new_empty([len(x) * mesh.degree, *x.shape[1:]])
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+    run(out, x, mesh.group)
+    return out

@@ -1,0 +1,265 @@
+"""Turn a whole module into a rank's part of it, in place, as a plan says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from tpconvert.errors import PlanError
+from tpconvert.parallel.boundaries import add_boundaries
+from tpconvert.parallel.collectives import parts_of, take
+from tpconvert.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    refuse_unsupported,
+)
+from tpconvert.parallel.mesh import Mesh
+from tpconvert.parallel.reads import Read, become, chains
+from tpconvert.spec.layout import Layout, local_size
+from tpconvert.spec.plan import Boundary, Edit, Plan, Verdict
+
+
+def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, *, gather_output: bool = True) -> nn.Module:
+    """The same module, now this rank's part.
+
+    Its parameters may be whole, or on meta (then they stay there, in their local shapes, for :func:`load_local`).
+    ``gather_output=False`` leaves the logits cut, for a vocab-parallel loss; :func:`output_gathers` says which and how.
+    """
+    check(module, plan, mesh)
+    if mesh.degree == 1:
+        return module
+    mesh.connect(v.layout for v in plan.verdicts)
+    cut_tensors(module, plan.verdicts, mesh)
+    for edit in plan.edits:
+        apply_edit(module, edit, mesh)
+    if plan.rewrites:
+        raise PlanError(f"{plan.rewrites[0].module}: the plan replaces its forward, which is not supported yet.")
+    boundaries = list(plan.boundaries)
+    if not gather_output:
+        left_out = output_gathers(plan)
+        boundaries = [b for b in boundaries if b not in left_out]
+    boundaries = swap_classes(module, plan, boundaries, mesh)
+    add_boundaries(module, boundaries, mesh)
+    return module
+
+
+def output_gathers(plan: Plan) -> tuple[Boundary, ...]:
+    """The gathers of logits that ``gather_output=False`` leaves out; ``dim`` and ``blocks`` tell how they stay cut."""
+    vocabularies = {a.name for a in plan.axes if a.pattern == "vocabulary"}
+    return tuple(
+        b
+        for b in plan.boundaries
+        if b.kind == "gather" and b.side == "output" and (b.module == "" or b.axis in vocabularies)
+    )
+
+
+def load_local(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a rank's parameters and buffers their values; each tensor is taken as it is, with its dtype and device.
+
+    ``tensors`` has at least one name of each tied tensor.  Raises PlanError where a persistent tensor is missing,
+    has no place, or has another shape.
+    """
+    places = dict(named_tensors(module))
+    for name, tensor in tensors.items():
+        if name not in places:
+            raise PlanError(f"{name}: the module has no parameter or buffer of that name.")
+        if tensor.shape != places[name].shape:
+            raise PlanError(
+                f"{name}: the part has shape {_spell(tensor.shape)}, the module needs {_spell(places[name].shape)}."
+            )
+    new: dict[int, Tensor] = {}
+    for name, tensor in tensors.items():
+        old = places[name]
+        if id(old) not in new:
+            is_parameter = isinstance(old, nn.Parameter)
+            new[id(old)] = nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
+    persistent = set(module.state_dict(keep_vars=True))
+    for name, old in places.items():
+        if id(old) in new:
+            _assign(module, name, new[id(old)])
+        elif old.is_meta and name in persistent:
+            raise PlanError(f"{name}: no value was given for it.")
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every name of every parameter and buffer."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def check(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Raise PlanError where the plan is not for this module and mesh."""
+    if plan.tp != mesh.degree:
+        raise PlanError(
+            f"The plan is for tp={plan.tp}, the mesh has {mesh.degree} ranks.", hint=f"Use --tp {mesh.degree}."
+        )
+    tensors = dict(named_tensors(module))
+    modules = {path for path, _ in module.named_modules(remove_duplicate=False)}
+    for verdict in plan.verdicts:
+        if verdict.name not in tensors:
+            raise PlanError(f"{verdict.name}: the plan names it, the module has no such parameter or buffer.")
+        shape = tuple(tensors[verdict.name].shape)
+        if shape != tuple(verdict.shape):
+            raise PlanError(
+                f"{verdict.name}: the plan is for shape {_spell(verdict.shape)}, the module has {_spell(shape)}."
+            )
+    if missing := tensors.keys() - plan.layouts().keys():
+        raise PlanError(f"{min(missing)}: the plan has no verdict for it.", hint="Plan this module again.")
+    for item in (*plan.boundaries, *plan.edits, *plan.rewrites):
+        if item.module not in modules:
+            raise PlanError(
+                f"{item.module}: the plan has a {type(item).__name__.lower()} for it, the module has no such part."
+            )
+
+
+# -- tensors --------------------------------------------------------------------------------------------------
+
+
+def cut_tensors(module: nn.Module, verdicts: Iterable[Verdict], mesh: Mesh) -> None:
+    """Replace each cut tensor's data by the rank's part; parameters stay the same objects, ties stay ties."""
+    done: dict[int, tuple[str, Layout]] = {}
+    tensors = dict(named_tensors(module))
+    for verdict in verdicts:
+        tensor = tensors[verdict.name]
+        first, layout = done.setdefault(id(tensor), (verdict.name, verdict.layout))
+        if layout != verdict.layout:
+            raise PlanError(f"{verdict.name}: it is tied to {first}, so both must be cut alike.")
+        if first != verdict.name or not verdict.layout.cut:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            grad = tensor.grad
+            tensor.grad = None
+            tensor.data = part(tensor.data, layout, mesh)
+            tensor.grad = None if grad is None else part(grad, layout, mesh)
+        else:
+            local = part(tensor, layout, mesh)
+            for name, other in tensors.items():
+                if other is tensor:
+                    _assign(module, name, local)
+
+
+def part(tensor: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """This rank's part of a whole tensor, in memory of its own."""
+    if layout.dim is None:
+        return tensor
+    return take(tensor, layout.dim, layout.pieces(mesh.rank, mesh.degree))
+
+
+def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    table = owner._parameters if attribute in owner._parameters else owner._buffers
+    table[attribute] = tensor
+
+
+# -- edits ----------------------------------------------------------------------------------------------------
+
+
+def apply_edit(root: nn.Module, edit: Edit, mesh: Mesh) -> None:
+    """Give one integer its value on this rank."""
+    where = f"{edit.module or 'the root module'}: {edit.attribute}"
+    new = local_size(edit.blocks, mesh.rank, mesh.degree)
+    if edit.per:
+        new //= local_size(edit.per, mesh.rank, mesh.degree)
+    module = root.get_submodule(edit.module)
+    first, *path = edit.attribute.split(".")
+    try:
+        setattr(module, first, _edited(getattr(module, first), path, edit.value, new, where))
+    except (AttributeError, IndexError, KeyError, TypeError):
+        raise PlanError(f"{where} is not there to be edited.", hint="Plan this module again.") from None
+
+
+def _edited(old: Any, path: list[str], value: int, new: int, where: str) -> Any:
+    """``old`` with the integer at ``path`` replaced; objects on the way are copied, since others may share them."""
+    if not path:
+        if old != value:
+            raise PlanError(
+                f"{where} is {old!r}, the plan was made when it was {value}.", hint="Plan this module again."
+            )
+        return new
+    key, *rest = path
+    if isinstance(old, dict):
+        return {**old, key: _edited(old[key], rest, value, new, where)}
+    if isinstance(old, tuple | list):
+        items = list(old)
+        items[int(key)] = _edited(items[int(key)], rest, value, new, where)
+        return type(old)(*items) if hasattr(old, "_fields") else type(old)(items)
+    own = copy.copy(old)
+    setattr(own, key, _edited(getattr(old, key), rest, value, new, where))
+    return own
+
+
+# -- classes --------------------------------------------------------------------------------------------------
+
+
+def swap_classes(root: nn.Module, plan: Plan, boundaries: list[Boundary], mesh: Mesh) -> list[Boundary]:
+    """Give modules their parallel classes and their reads; return the boundaries that no layer absorbed."""
+    of_module: dict[str, dict[str, Verdict]] = {}
+    for verdict in plan.verdicts:
+        path, _, attribute = verdict.name.rpartition(".")
+        of_module.setdefault(path, {})[attribute] = verdict
+    done: set[int] = set()
+    for path, verdicts in of_module.items():
+        module = root.get_submodule(path)
+        if id(module) in done:
+            continue
+        done.add(id(module))
+        reduces = _reduces(boundaries, path)
+        layer = _layer_for(module, path, verdicts, bool(reduces))
+        reads = {a: r for a, v in verdicts.items() if (r := _read_for(v, mesh)) is not None}
+        if layer in (RowParallelLinear, VocabParallelEmbedding):
+            boundaries = [b for b in boundaries if not any(b is r for r in reduces)]
+        if layer is RowParallelLinear:
+            reads.pop("bias", None)
+        become(module, layer, reads)
+        if layer is VocabParallelEmbedding:
+            weight = verdicts["weight"]
+            module.become(weight.shape, mesh, parts_of(0, weight.layout.blocks, mesh))
+        elif layer is not None:
+            module.become(verdicts["weight"].shape, mesh)
+    return boundaries
+
+
+def _reduces(boundaries: list[Boundary], path: str) -> list[Boundary]:
+    """The reduces of the module's whole output, one for each call."""
+    found: dict[int, Boundary] = {}
+    for b in boundaries:
+        if b.module == path and b.kind == "reduce" and b.side == "output" and b.slots == ("",):
+            found.setdefault(b.call, b)
+    return list(found.values())
+
+
+def _layer_for(module: nn.Module, path: str, verdicts: dict[str, Verdict], reduced: bool) -> type[nn.Module] | None:
+    """The parallel class that does what the verdicts and the boundary ask, or None where hooks do it."""
+    weight = verdicts.get("weight")
+    if weight is None or not weight.layout.cut:
+        return None
+    if isinstance(module, nn.Linear) and chains(type(module), nn.Linear):
+        if weight.layout.dim == 0:
+            return ColumnParallelLinear
+        bias = verdicts.get("bias")
+        return RowParallelLinear if reduced and (bias is None or bias.once) else None
+    if isinstance(module, nn.Embedding) and weight.layout.dim == 0 and reduced:
+        if not chains(type(module), nn.Embedding):
+            raise PlanError(
+                f"{path}: {type(module).__name__} looks words up in code of its own, so it cannot be cut by words.",
+                hint=f"Use --set {path}.weight=whole.",
+            )
+        refuse_unsupported(module, path)
+        return VocabParallelEmbedding
+    return None
+
+
+def _read_for(verdict: Verdict, mesh: Mesh) -> Read | None:
+    if verdict.kind == "buffer" or not (verdict.sum_grad or verdict.once):
+        return None
+    parts = parts_of(verdict.layout.dim, verdict.layout.blocks, mesh) if verdict.layout.cut else None
+    return Read(mesh, verdict.sum_grad, verdict.once, parts)
+
+
+def _spell(shape: Iterable[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

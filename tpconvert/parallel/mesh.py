@@ -1,0 +1,120 @@
+"""Where this process stands: its rank on the tp axis and on the dp axis, and the groups it talks to.
+
+World ranks of tp=2, dp=3; tp ranks are neighbours, so that they share the fastest links::
+
+             tp 0  tp 1
+    dp 0       0     1
+    dp 1       2     3
+    dp 2       4     5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tpconvert.errors import PlanError
+from tpconvert.spec.layout import Layout
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """One process's place.  Without a group and with a degree above 1 it is *dry*: collectives only change shapes."""
+
+    rank: int
+    degree: int
+    group: dist.ProcessGroup | None
+    device: torch.device
+    dp_rank: int = 0
+    dp_degree: int = 1
+    dp_group: dist.ProcessGroup | None = None
+    subgroups: dict[Ranks, dist.ProcessGroup] = field(default_factory=dict, repr=False)
+    """Groups of the tp ranks that share a piece, filled by :meth:`connect`."""
+
+    @property
+    def dry(self) -> bool:
+        """Whether there is nobody to talk to, though there should be."""
+        return self.group is None and self.degree > 1
+
+    def subgroup(self, ranks: Ranks) -> dist.ProcessGroup:
+        """The group of these tp ranks, in ascending order; made by :meth:`connect`, never here."""
+        if ranks == tuple(range(self.degree)) and self.group is not None:
+            return self.group
+        if ranks not in self.subgroups:
+            raise PlanError(
+                f"The mesh has no group of the tp ranks {ranks}.", hint="parallelize() makes the groups a plan needs."
+            )
+        return self.subgroups[ranks]
+
+    def connect(self, layouts: Iterable[Layout]) -> None:
+        """Make the groups of ranks that share pieces of ``layouts``; every tp rank must call it alike."""
+        if self.group is None:
+            return
+        wanted = {
+            ranks
+            for layout in layouts
+            for rank in range(self.degree)
+            for _, ranks in layout.shared(rank, self.degree)
+            if len(ranks) < self.degree
+        }
+        world = dist.get_process_group_ranks(self.group)
+        for ranks in sorted(
+            wanted - set(self.subgroups)
+        ):  # the same order everywhere, so that no two ranks wait for each other
+            if self.rank in ranks:
+                self.subgroups[ranks] = dist.new_group([world[r] for r in ranks], use_local_synchronization=True)
+
+    def __deepcopy__(self, memo: Any) -> Mesh:
+        return self  # a copy of a module talks to the same ranks
+
+    def __reduce__(self) -> Any:
+        return _restore, (self.rank, self.degree, str(self.device), tuple(self.subgroups))
+
+
+def make_mesh(tp: int, *, device: torch.device | str = "cpu") -> Mesh:
+    """The mesh of all ranks of ``torch.distributed``: dp x tp, where dp is what tp leaves.
+
+    A process outside ``torch.distributed`` gets the mesh of degree 1.
+    """
+    device = torch.device(device)
+    if not dist.is_available() or not dist.is_initialized():
+        if tp != 1:
+            raise PlanError(
+                f"tp={tp} needs {tp} ranks; torch.distributed is not initialised.", hint="Start with torchrun."
+            )
+        return Mesh(0, 1, None, device)
+    world = dist.get_world_size()
+    if tp < 1 or world % tp:
+        raise PlanError(f"{world} ranks cannot be dealt into groups of tp={tp} ({world} % {tp} is not 0).")
+    axes = dist.init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    return Mesh(
+        rank=axes.get_local_rank("tp"),
+        degree=tp,
+        group=axes.get_group("tp") if tp > 1 else None,
+        device=device,
+        dp_rank=axes.get_local_rank("dp"),
+        dp_degree=world // tp,
+        dp_group=axes.get_group("dp") if world > tp else None,
+    )
+
+
+def dry_mesh(rank: int, degree: int, *, device: torch.device | str = "meta") -> Mesh:
+    """A mesh of ``degree`` whose other ranks do not exist, for trying a plan's shapes."""
+    return Mesh(rank, degree, None, torch.device(device))
+
+
+def _restore(rank: int, degree: int, device: str, subgroups: tuple[Ranks, ...]) -> Mesh:
+    """A pickled mesh: connected anew where ``torch.distributed`` runs, dry elsewhere."""
+    if degree == 1 or not dist.is_initialized():
+        return Mesh(rank, degree, None, torch.device(device))
+    mesh = make_mesh(degree, device=device)
+    world = dist.get_process_group_ranks(mesh.group)
+    for ranks in sorted(subgroups):
+        mesh.subgroups[ranks] = dist.new_group([world[r] for r in ranks], use_local_synchronization=True)
+    return mesh

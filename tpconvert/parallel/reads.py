@@ -1,0 +1,88 @@
+"""Subclasses made on the spot: they keep a module's class and add how its parameters are read.
+
+A parameter is kept in ``module._parameters``; ``module.weight`` reaches it only because no class attribute is in
+the way.  A property of that name is, so the forward reads through it, while ``state_dict``, optimizers and
+``named_parameters`` see the parameter itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from tpconvert.parallel.collectives import Parts, copy, copy_shared, once
+from tpconvert.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a parameter becomes when the forward asks for it."""
+
+    mesh: Mesh
+    sum_grad: bool = False
+    once: bool = False
+    parts: Parts | None = None
+    """How it is cut, if it is."""
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The value to compute with."""
+        if self.sum_grad:
+            tensor = copy(tensor, self.mesh) if self.parts is None else copy_shared(tensor, self.parts, self.mesh)
+        return once(tensor, self.mesh) if self.once else tensor
+
+
+def become(module: nn.Module, layer: type[nn.Module] | None, reads: Mapping[str, Read]) -> None:
+    """Change the module's class: ``layer`` takes the place of its torch base, ``reads`` become properties."""
+    user = type(module)
+    if layer is not None and not reads and user in layer.__mro__:
+        module.__class__ = layer
+    elif layer is not None or reads:
+        module.__class__ = derived(user, layer, tuple(sorted(reads)))
+    if reads:
+        module.__dict__["_tp_reads"] = dict(reads)
+
+
+@cache
+def derived(user: type[nn.Module], layer: type[nn.Module] | None, names: tuple[str, ...]) -> type[nn.Module]:
+    """A subclass of ``user`` whose ``super().forward`` is the layer's and whose ``names`` are read by ``_tp_reads``.
+
+    It goes by its base's name, for code that looks at names.
+    """
+    bases: tuple[type, ...] = (user,)
+    if layer is not None:
+        bases = (layer,) if user in layer.__mro__ else (user, layer)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        return _blank, (user, layer, names), self.__getstate__()
+
+    body = {name: _reading(name) for name in names}
+    body |= {"__reduce_ex__": reduce_ex, "__module__": bases[0].__module__, "__qualname__": bases[0].__qualname__}
+    return type(user)(bases[0].__name__, bases, body)
+
+
+def chains(user: type[nn.Module], base: type[nn.Module]) -> bool:
+    """Whether ``user``'s forward is ``base``'s, or ends up there by ``super().forward``."""
+    for cls in user.__mro__[: user.__mro__.index(base)]:
+        if "forward" in vars(cls):
+            code = getattr(inspect.unwrap(vars(cls)["forward"]), "__code__", None)
+            if code is None or not {"super", "forward"} <= set(code.co_names):
+                return False
+    return True
+
+
+def _reading(name: str) -> property:
+    def read(self: nn.Module) -> Any:
+        parameter = self._parameters[name]
+        return None if parameter is None else self._tp_reads[name](parameter)
+
+    return property(read)
+
+
+def _blank(user: type[nn.Module], layer: type[nn.Module] | None, names: tuple[str, ...]) -> nn.Module:
+    cls = derived(user, layer, names)
+    return cls.__new__(cls)
