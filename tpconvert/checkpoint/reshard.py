@@ -1,39 +1,143 @@
-"""shard, merge and reshard: one function that reads pieces at one degree and writes them at another."""
+"""shard, merge and reshard: one function that reads pieces at one degree and writes them at another.
+
+Each file to write is a list of recipes over files that are there, found by substitution::
+
+    shard     rank piece  <- module tensor <- stored tensors of the source
+    reshard   rank piece  <- module tensor <- pieces of the other degree
+    merge     stored tensor <- module tensor <- rank pieces
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tpconvert.checkpoint.compose import Leaf
+from tpconvert.checkpoint.folder import (
+    EXTRA,
+    EXTRA_GROUP,
+    PLAN,
+    NewFolder,
+    RankFolder,
+    absolute,
+    check_file,
+    rank_folder,
+    read_manifest,
+    read_plan,
+    write_text,
+)
+from tpconvert.checkpoint.pieces import first_holders
+from tpconvert.checkpoint.store import INDEX
+from tpconvert.checkpoint.tensorfile import dtype_name, hash_file, make_header, parse_header
+from tpconvert.checkpoint.weights import Weights
+from tpconvert.checkpoint.write import (
+    MAX_FILE,
+    Progress,
+    Target,
+    copy_files,
+    index_of,
+    split_targets,
+    write_index_file,
+    write_targets,
+)
+from tpconvert.errors import CheckpointError, PlanError
+from tpconvert.spec import manifest
+from tpconvert.spec.manifest import Entry, File, Manifest
 from tpconvert.spec.plan import Plan
+from tpconvert.spec.recipe import Join, Narrow, Recipe, Shape, Take, local_recipe, substitute
 
-if TYPE_CHECKING:
-    from tpconvert.checkpoint.weights import Weights
-    from tpconvert.spec.manifest import Manifest
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
+_AT = "\0"
 
 
 def shard(
-    source: Weights, plan: Plan, out: Path, *, force: bool = False, progress: Progress | None = None
+    source: Weights,
+    plan: Plan,
+    out: Path,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    max_file: int = MAX_FILE,
 ) -> Manifest:
     """Write OUT: one folder of safetensors a rank, plan.json, the source's other files, and manifest.json last."""
-    raise NotImplementedError
+    entries = plan_entries(source, plan)
+    original = source.original()
+    made = Manifest(tp=plan.tp, tensors=entries, tied=_tied(source, plan), original=original, source=source.source)
+    targets = rank_targets(entries, {n: source.recipes[n] for n in entries}, plan.tp, max_file=max_file)
+    if original.extra:
+        targets.append(_extra_target({n: source.store.info(n) for n in original.extra}, plan.tp))
+    root = source.store.root
+    with NewFolder(out, force=force, keep=() if root is None else (root,)) as new:
+        new.require(sum(t.header.size for t in targets))
+        files = write_targets(new.path, targets, source.store.tensor, release=source.store.release, progress=progress)
+        files |= _write_indexes(new.path, targets)
+        if root is not None:
+            copy_files((root / path, new.path / at) for path, at in original.copied.items())
+        return _finish(new, made, plan, files)
 
 
-def merge(folder: Path, out: Path, *, force: bool = False, progress: Progress | None = None) -> None:
-    """Write OUT: one ordinary checkpoint with the source's names, dtypes, file split and header bytes."""
-    raise NotImplementedError
+def merge(
+    folder: Path, out: Path, *, force: bool = False, progress: Progress | None = None, check: bool = False
+) -> None:
+    """Write OUT: one ordinary checkpoint with the source's names, dtypes, file split and header bytes.
+
+    ``check`` first compares every file read with its hash in the manifest.
+    """
+    held = _open(folder, check)
+    original = held.manifest.original
+    leaf = _leaf(held)
+    targets = []
+    for file in original.files:
+        header = parse_header(file.header, None, f"{held.path / manifest.NAME}: {file.name}")
+        recipes = {name: _stored_recipe(held, name) for name in header.tensors}
+        for name, stored in header.tensors.items():
+            if recipes[name].shape != stored.shape:
+                raise CheckpointError(
+                    f"{held.path}: {name} is {list(recipes[name].shape)} here, but the source's file says "
+                    f"{list(stored.shape)}: the manifest is damaged or foreign."
+                )
+        targets.append(Target(file.name, header, recipes))
+    with NewFolder(out, force=force, keep=(held.path,)) as new:
+        new.require(sum(t.header.size for t in targets))
+        write_targets(new.path, targets, leaf, release=held.release, progress=progress, digest=False)
+        if len(targets) > 1 and not any(path.endswith(f".safetensors{INDEX}") for path in original.copied):
+            write_text(new.path / f"model.safetensors{INDEX}", index_of(targets))
+        copy_files((held.path / at, new.path / path) for path, at in original.copied.items())
+        new.commit()
 
 
-def reshard(folder: Path, out: Path, *, tp: int, force: bool = False, progress: Progress | None = None) -> Manifest:
+def reshard(
+    folder: Path,
+    out: Path,
+    *,
+    tp: int,
+    force: bool = False,
+    progress: Progress | None = None,
+    check: bool = False,
+    max_file: int = MAX_FILE,
+) -> Manifest:
     """Write OUT: the same tensors, optimizer state included, at degree ``tp``."""
-    raise NotImplementedError
+    held = _open(folder, check)
+    old, plan = held.manifest, read_plan(held.path)
+    if tp < 1:
+        raise CheckpointError(f"{folder}: cannot be cut for {tp} ranks.", hint="Use --tp 1 or more.")
+    targets = []
+    for group, entries in (("", old.tensors), *old.groups.items()):
+        check_degree(entries, tp)
+        recipes = {name: whole_recipe(entry, name, old.tp, group) for name, entry in entries.items()}
+        targets += rank_targets(entries, recipes, tp, group=group, max_file=max_file)
+    if old.original.extra:
+        stored = held.files(0, EXTRA_GROUP)[0].header.tensors
+        targets.append(_extra_target({n: (t.shape, t.dtype) for n, t in stored.items()}, tp, _extra_key))
+    with NewFolder(out, force=force, keep=(held.path,)) as new:
+        new.require(sum(t.header.size for t in targets))
+        files = write_targets(new.path, targets, _leaf(held), release=held.release, progress=progress)
+        files |= _write_indexes(new.path, targets)
+        copy_files((held.path / name, new.path / name) for name in carried(old))
+        return _finish(new, replace(old, tp=tp, files={}), replace(plan, tp=tp), files)
 
 
 def load_rank(
@@ -43,6 +147,195 @@ def load_rank(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     check: bool = False,
+    group: str = "",
 ) -> dict[str, Tensor]:
-    """The local tensors of one rank by module name, tied names included."""
-    raise NotImplementedError
+    """The local tensors of one rank by module name, tied names included, each on ``device``.
+
+    ``dtype`` converts floating tensors; ``check`` compares the files with their hashes first; ``group`` reads the
+    optimizer's tensors instead.
+    """
+    held = RankFolder(Path(folder))
+    if not 0 <= rank < held.manifest.tp:
+        raise CheckpointError(
+            f"{folder}: holds {held.manifest.tp} ranks, so there is no rank {rank}.",
+            hint=f"Start {held.manifest.tp} ranks, or reshard it.",
+        )
+    if group and group not in held.manifest.groups:
+        raise CheckpointError(f"{folder}: holds no {group}.")
+    files = held.files(rank, group)
+    if check:
+        _raise_first(held, [file.path.relative_to(held.path).as_posix() for file in files])
+    found: dict[str, Tensor] = {}
+    for file in files:
+        for name in file.header.tensors:
+            tensor = file.tensor(name)
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            found[name] = tensor.to(device=device, dtype=wanted)
+    entries = held.manifest.groups[group] if group else held.manifest.tensors
+    if missing := sorted(set(entries) - set(found)):
+        raise CheckpointError(f"{folder}: rank {rank} lacks {_some(missing)}.")
+    tied = {} if group else {name: found[first] for name, first in held.manifest.tied.items()}
+    return {name: found[name] for name in entries} | tied
+
+
+def plan_entries(source: Weights, plan: Plan) -> dict[str, Entry]:
+    """What is stored for each module tensor: the source's shape and dtype, the plan's layout."""
+    wanted = {v.name: v for v in plan.verdicts if v.persistent and source.tied.get(v.name, v.name) == v.name}
+    wanted = {name: v for name, v in wanted.items() if not v.tied_to or v.name in source.recipes}
+    if missing := [name for name in wanted if name not in source.recipes]:
+        raise CheckpointError(
+            f"The source lacks {_some(missing)}, which the plan names.", hint="Is it the plan of another model or task?"
+        )
+    if unknown := [name for name in source.names() if name not in wanted]:
+        raise CheckpointError(
+            f"The plan has no verdict for {_some(unknown)} of the source.", hint="Is it the plan of another model?"
+        )
+    entries = {}
+    for name, verdict in wanted.items():
+        shape, dtype = source.info(name)
+        if shape != verdict.shape:
+            raise CheckpointError(
+                f"{name}: {list(shape)} in the source, but {list(verdict.shape)} in the plan.",
+                hint="Is it the plan of another model?",
+            )
+        entries[name] = Entry(shape, dtype_name(dtype), verdict.layout)
+    check_degree(entries, plan.tp)
+    return entries
+
+
+def check_degree(entries: Mapping[str, Entry], tp: int) -> None:
+    """Raise for the first tensor whose layout cannot be dealt to ``tp`` ranks."""
+    for name, entry in entries.items():
+        try:
+            for rank in range(tp):
+                entry.layout.pieces(rank, tp)
+        except PlanError as error:
+            raise CheckpointError(f"{name}: {error.message}", hint=error.hint) from None
+
+
+def whole_recipe(entry: Entry, name: str, tp: int, group: str = "") -> Recipe:
+    """A whole tensor as the join of the ranks' pieces, the first holder's where several hold them."""
+    if entry.layout.dim is None:
+        return Take(rank_key(0, group, name), entry.shape)
+    dim, parts = entry.layout.dim, []
+    for rank, (start, stop), at in first_holders(entry.layout, tp):
+        take = Take(rank_key(rank, group, name), entry.layout.local_shape(entry.shape, rank, tp))
+        whole = take.shape[dim] == stop - start
+        parts.append(take if whole else Narrow(take, dim, at, at + stop - start))
+    if not parts:
+        return Take(rank_key(0, group, name), entry.shape)
+    return parts[0] if len(parts) == 1 else Join(dim, tuple(parts))
+
+
+def rank_targets(
+    entries: Mapping[str, Entry],
+    recipes: Mapping[str, Recipe],
+    tp: int,
+    *,
+    group: str = "",
+    max_file: int = MAX_FILE,
+) -> list[Target]:
+    """The files of every rank, given how each whole tensor is made."""
+    dtypes = {name: getattr(torch, entry.dtype) for name, entry in entries.items()}
+    targets = []
+    for rank in range(tp):
+        local = {}
+        for name, entry in entries.items():
+            take = Take(name, entry.shape)
+            piece = local_recipe(take, entry.layout.pieces(rank, tp) if entry.layout.cut else (), entry.layout.dim)
+            local[name] = substitute(piece, lambda take: recipes[take.name])
+        folder = rank_folder(rank, tp)
+        targets += split_targets(folder, group or "model", local, dtypes, rank_metadata(rank, tp), max_file)
+    return targets
+
+
+def rank_metadata(rank: int, tp: int) -> dict[str, str]:
+    """What a rank file says about itself, so that a swapped one is noticed."""
+    return {"format": "pt", "rank": str(rank), "tp": str(tp)}
+
+
+def rank_key(rank: int, group: str, name: str) -> str:
+    """How a recipe names a rank's tensor."""
+    return f"{rank}{_AT}{group}{_AT}{name}"
+
+
+def carried(held: Manifest) -> list[str]:
+    """The files that go along unchanged from one folder of rank files to the next, the plan apart."""
+    return list(held.original.copied.values())
+
+
+def _extra_key(name: str) -> str:
+    return rank_key(0, EXTRA_GROUP, name)
+
+
+def _extra_target(infos: Mapping[str, tuple[Shape, torch.dtype]], tp: int, key: Callable[[str], str] = str) -> Target:
+    recipes = {name: Take(key(name), shape) for name, (shape, _) in infos.items()}
+    return Target(f"{rank_folder(0, tp)}/{EXTRA}", make_header(infos, rank_metadata(0, tp)), recipes)
+
+
+def _stored_recipe(held: RankFolder, name: str) -> Recipe:
+    made = held.manifest
+    if name in made.original.recipes:
+        return substitute(
+            made.original.recipes[name], lambda take: whole_recipe(made.tensors[take.name], take.name, made.tp)
+        )
+    if name in made.original.extra:
+        for file in held.files(0, EXTRA_GROUP):
+            if name in file.header.tensors:
+                return Take(_extra_key(name), file.header.tensors[name].shape)
+    raise CheckpointError(f"{held.path}: the manifest does not say how {name} is made: damaged.")
+
+
+def _leaf(held: RankFolder) -> Leaf:
+    def leaf(key: str) -> Tensor:
+        rank, group, name = key.split(_AT, 2)
+        return held.tensor(int(rank), group, name)
+
+    return leaf
+
+
+def _tied(source: Weights, plan: Plan) -> dict[str, str]:
+    planned = {v.name: v.tied_to for v in plan.verdicts if v.tied_to and v.persistent}
+    planned = {name: first for name, first in planned.items() if name not in source.recipes}
+    return {name: source.tied.get(first, first) for name, first in (planned | source.tied).items()}
+
+
+def _write_indexes(folder: Path, targets: Sequence[Target]) -> dict[str, File]:
+    groups: dict[tuple[str, str], list[Target]] = {}
+    for target in targets:
+        parent, _, file = target.path.rpartition("/")
+        stem = file.removesuffix(".safetensors")
+        groups.setdefault((parent, stem.rsplit("-", 3)[0] if "-of-" in stem else stem), []).append(target)
+    files: dict[str, File] = {}
+    for (_, stem), group in groups.items():
+        files |= write_index_file(folder, group, stem)
+    return files
+
+
+def _finish(new: NewFolder, made: Manifest, plan: Plan, files: Mapping[str, File]) -> Manifest:
+    write_text(new.path / PLAN, plan.dumps())
+    small = {path: hash_file(new.path / path) for path in (PLAN, *carried(made))}
+    made = replace(made, files=dict(files) | small)
+    write_text(new.path / manifest.NAME, made.dumps())
+    new.commit()
+    return made
+
+
+def _open(folder: Path, check: bool) -> RankFolder:
+    held = RankFolder(absolute(folder))
+    if check:
+        _raise_first(held, list(held.manifest.files))
+    return held
+
+
+def _raise_first(held: RankFolder, names: Sequence[str]) -> None:
+    for name in names:
+        for fault in check_file(held.path, held.manifest, name):
+            raise CheckpointError(f"{held.path}: {fault}", hint="Restore the file, or make the folder again.")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+__all__ = ["load_rank", "merge", "read_manifest", "read_plan", "reshard", "shard"]

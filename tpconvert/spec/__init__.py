@@ -1,0 +1,1 @@
+"""Plain data, standard library only: layouts, plans, manifests, recipes."""

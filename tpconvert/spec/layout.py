@@ -85,7 +85,7 @@ class Layout:
         return tuple(self.local_size(rank, degree) if i == self.dim else n for i, n in enumerate(shape))
 
     def shared(self, rank: int, degree: int) -> list[tuple[Piece, tuple[int, ...]]]:
-        """``(local range, ranks)`` for each run of local rows that other ranks hold too, ``ranks`` including this one."""
+        """``(local range, ranks)`` for each run of local rows that other ranks hold too; ``ranks`` includes this one."""
         return _runs(self.blocks, rank, degree)
 
     def to_json(self) -> dict[str, Any]:

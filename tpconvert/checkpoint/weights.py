@@ -1,0 +1,125 @@
+"""What a module's tensors are made of: stored tensors, as they are or by a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpconvert.checkpoint.compose import Box, compose, full
+from tpconvert.checkpoint.store import Store, open_store, other_files
+from tpconvert.checkpoint.tensorfile import dtype_name
+from tpconvert.errors import CheckpointError
+from tpconvert.spec.manifest import NAME, Original
+from tpconvert.spec.recipe import Recipe, Take, invert, takes
+
+KEPT_APART = {NAME, "plan.json"}
+
+
+class Weights:
+    """The tensors of a module by its own names, each read from a store when asked."""
+
+    def __init__(
+        self,
+        store: Store,
+        recipes: Mapping[str, Recipe],
+        *,
+        tied: Mapping[str, str] | None = None,
+        again: Mapping[str, str] | None = None,
+        source: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.store = store
+        self.recipes = dict(recipes)
+        """Module name -> how it is made of stored tensors."""
+        self.tied = dict(tied or {})
+        """Later names of a module tensor -> the name it is kept under."""
+        self.again = dict(again or {})
+        """Stored names of a second copy of a tied tensor -> the module name that stands for it."""
+        self.source = {"fingerprint": store.fingerprint(), **(source or {})}
+        for name, recipe in self.recipes.items():
+            dtypes = {store.info(take.name)[1] for take in takes(recipe)}
+            if len(dtypes) > 1:
+                raise CheckpointError(
+                    f"{name} is made of tensors of several dtypes: {_words(map(dtype_name, dtypes))}."
+                )
+
+    def names(self) -> list[str]:
+        """The module's names, each tensor once."""
+        return list(self.recipes)
+
+    def info(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape, and dtype as stored."""
+        recipe = self._recipe(name)
+        return recipe.shape, self.store.info(takes(recipe)[0].name)[1]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None, dim: int = 0) -> Tensor:
+        """Rows ``start`` to ``stop`` of ``dim``; a view of the file where it is stored as it is."""
+        shape, _ = self.info(name)
+        box = list(full(shape))
+        if shape:
+            box[dim] = (start, shape[dim] if stop is None else stop)
+        return self.box(name, tuple(box))
+
+    def box(self, name: str, box: Box) -> Tensor:
+        """The elements of a box; a view of the file where it is stored as it is."""
+        return compose(self._recipe(name), box, self.store.tensor).view(self.info(name)[1])
+
+    def original(self) -> Original:
+        """The files of the source, and how a merge makes each tensor in them."""
+        recipes = invert(self.recipes)
+        for stored, name in self.again.items():
+            recipes[stored] = Take(name, self.recipes[name].shape)
+        kept, left = other_files(self.store)
+        extra = tuple(name for name in self.store.names() if name not in recipes)
+        if self.store.pickled:  # second copies of tied tensors are an artefact of pickling
+            recipes = {name: recipe for name, recipe in recipes.items() if name not in self.again}
+            extra = tuple(name for name in extra if name not in self.again)
+        return Original(
+            files=self.store.original_files(dict.fromkeys((*recipes, *extra))),
+            recipes=recipes,
+            extra=extra,
+            copied={name: _place(name) for name in kept if not (self.store.pickled and name.endswith(".index.json"))},
+            left_out=tuple(left),
+        )
+
+    def _recipe(self, name: str) -> Recipe:
+        name = self.tied.get(name, name)
+        if name not in self.recipes:
+            raise CheckpointError(f"The source has nothing for the module's tensor {name}.")
+        return self.recipes[name]
+
+
+def plain_weights(store: Store, *, prefix: str = "", tied: Mapping[str, str] | None = None, **source: Any) -> Weights:
+    """The weights of a module whose names are the stored ones, after ``prefix``."""
+    recipes = {
+        name.removeprefix(prefix): Take(name, store.info(name)[0]) for name in store.names() if name.startswith(prefix)
+    }
+    tied = dict(tied or {})
+    again = {prefix + name: first for name, first in tied.items() if name in recipes and first in recipes}
+    for name in [n for n in tied if n in recipes]:
+        recipe = recipes.pop(name)
+        recipes.setdefault(tied[name], recipe)
+    return Weights(store, recipes, tied=tied, again=again, source=source)
+
+
+def open_weights(path: Path, *, tied: Mapping[str, str] | None = None) -> Weights:
+    """The plain weights of a file or folder."""
+    return plain_weights(open_store(path), tied=tied, name=str(path))
+
+
+def weights_of(tensors: Mapping[str, Tensor], *, tied: Mapping[str, str] | None = None) -> Weights:
+    """The weights of tensors in memory, which a merge writes as one ``model.safetensors``."""
+    return plain_weights(Store({"model.safetensors": dict(tensors)}), tied=tied)
+
+
+def _place(name: str) -> str:
+    """Where a copied file of the source goes: apart, if it would be taken for one of ours or an index of weights."""
+    apart = name in KEPT_APART or name.startswith(("rank-", "source/")) or name.endswith(".index.json")
+    return f"source/{name}" if apart else name
+
+
+def _words(items: Iterable[str]) -> str:
+    return ", ".join(sorted(items))
