@@ -1,0 +1,1 @@
+"""From a forward to a plan: capture, axes, choice, boundaries, proof."""

@@ -1,0 +1,239 @@
+"""Which axes to cut: candidates, what excludes what, and the best set in each component.
+
+A candidate is an atom that parameters carry, that nothing blocks, and of which every way out is a contraction or the
+model's output.  Two candidates exclude each other where they multiply each other in some tensor.  The exclusions fall
+into small components (a layer's attention, a layer's mlp, the vocabulary), each solved exactly.
+
+The weight of an axis is the parameters it cuts, less the elements it sends per token times the width at which the two
+break even.  Sizes made of the sequence count at a realistic length, not at the few tokens traced: at 16 tokens it
+would look cheap to cut head_dim and sum the scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from tpconvert.analyze.axes import Axes, flat
+from tpconvert.analyze.dealing import Deal
+from tpconvert.analyze.flow import Conflict, Flow, trace_flow
+from tpconvert.analyze.terms import Term, atoms, find, fraction, leaves
+
+TOKENS = 4096
+"""The sequence length at which communication is weighed."""
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """An axis that might be cut."""
+
+    atom: Term
+    inner: tuple[Term, ...] = ()
+    """Atoms it is cut on with when there are more ranks than its units: the query heads of each kv head."""
+    weight: float = 0.0
+    parameters: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """The chosen axes, their flow, and why others were not chosen."""
+
+    chosen: list[Candidate]
+    flow: Flow
+    deal: Deal
+    rejected: dict[Term, str] = field(default_factory=dict)
+
+
+def choose(ax: Axes, tp: int, forbidden: Iterable[Term] = (), pinned: Iterable[str] = ()) -> Choice:
+    """The best set of axes at this degree; ``pinned`` parameters stay whole, ``forbidden`` atoms are not cut."""
+    rejected: dict[Term, str] = dict.fromkeys(forbidden, "")
+    keep = set(pinned)
+    for atom, carriers in ax.carriers.items():
+        if any(name in keep for name, _ in carriers):
+            rejected[atom] = "the user keeps a parameter of this axis whole"
+    candidates = _candidates(ax, tp, rejected)
+    chosen = _best(ax, candidates)
+    while True:
+        deal = Deal(tp, {a: s for c in chosen for a, s in _shares(c, tp).items()})
+        try:
+            flow = trace_flow(ax, deal.shares)
+            break
+        except Conflict as conflict:
+            dropped = [c for c in chosen if {c.atom, *c.inner} & conflict.atoms] or chosen
+            for c in dropped:
+                rejected[c.atom] = conflict.why
+            chosen = [c for c in chosen if c not in dropped]
+    for c in candidates:
+        if c not in chosen and c.atom not in rejected:
+            rejected[c.atom] = "another axis of the same layer cuts more for less communication"
+    return Choice(chosen, flow, deal, rejected)
+
+
+def _candidates(ax: Axes, tp: int, rejected: dict[Term, str]) -> list[Candidate]:
+    rows = _tokens(ax)
+    found = []
+    outputs = {a for n in ax.trace.outputs.values() for t in flat(ax.dims[n]) for a in leaves(t)}
+    for atom, carriers in ax.carriers.items():
+        if atom in rejected or find(atom) is not atom:
+            continue
+        weights = {name for name, _ in carriers if ax.trace.parameters[name].meta["grad"]}
+        if not any(len(ax.trace.parameters[n].meta["shape"]) > 1 for n in weights):
+            continue
+        if ax.blocked.get(atom):
+            continue
+        if not ax.contracted.get(atom) and atom not in outputs:
+            rejected[atom] = "nothing contracts it"
+            continue
+        if _used_twice(ax, atom):
+            rejected[atom] = "two dims of one parameter carry it"
+            continue
+        candidate = Candidate(atom)
+        candidate.parameters = _saved(ax, atom)
+        inner = _inner(ax, atom)
+        candidate.inner = (inner,) if inner is not None else ()
+        if not dealable(candidate, tp):
+            rejected[atom] = f"its {atom.n} units cannot be dealt to {tp} ranks"
+            continue
+        candidate.weight = candidate.parameters - _sent(ax, atom, rows) * _break_even(ax)
+        if candidate.weight > 0:
+            found.append(candidate)
+        else:
+            rejected[atom] = "it would send more than it saves"
+    return found
+
+
+def dealable(candidate: Candidate, tp: int) -> bool:
+    """Whether every rank gets at least one unit."""
+    n = candidate.atom.n
+    if n >= tp:
+        return True
+    return tp % n == 0 and bool(candidate.inner) and candidate.inner[0].n >= tp // n
+
+
+def _shares(candidate: Candidate, tp: int) -> dict[Term, tuple[int, int]]:
+    n = candidate.atom.n
+    if n >= tp:
+        return {candidate.atom: (tp, 1)}
+    return {candidate.atom: (n, tp // n), candidate.inner[0]: (tp // n, 1)}
+
+
+def _inner(ax: Axes, atom: Term) -> Term | None:
+    """An axis that only ever stands right inside ``atom`` where parameters carry it, and leaves where it leaves."""
+    best = None
+    for other in ax.multiplies.get(atom, ()):
+        if other.kind != "V" or ax.blocked.get(other) or not ax.carriers.get(other):
+            continue
+        names = {name for name, _ in ax.carriers[other]}
+        if not names < {name for name, _ in ax.carriers[atom]} or ax.contracted.get(other) != ax.contracted.get(atom):
+            continue
+        if all(_stands_inside(ax, name, dim, atom, other) for name, dim in ax.carriers[other]):
+            best = other if best is None or other.n > best.n else best
+    return best
+
+
+def _stands_inside(ax: Axes, name: str, dim: int, atom: Term, other: Term) -> bool:
+    """Whether ``other`` is within the factor right after ``atom`` in one dim."""
+    factors = atoms(ax.of(ax.trace.parameters[name])[dim])
+    for i, factor in enumerate(factors[:-1]):
+        if factor is atom:
+            return other in leaves(factors[i + 1])
+    return False
+
+
+def _used_twice(ax: Axes, atom: Term) -> bool:
+    names = [name for name, _ in ax.carriers[atom]]
+    return len(names) != len(set(names))
+
+
+def _saved(ax: Axes, atom: Term) -> int:
+    total = 0.0
+    for name, dim in ax.carriers[atom]:
+        node = ax.trace.parameters[name]
+        total += math.prod(node.meta["shape"]) * fraction(ax.of(node)[dim], {atom})
+    return int(total)
+
+
+def _tokens(ax: Axes) -> tuple[float, set[Term]]:
+    """``(rows of the largest activation, sequence atoms)``."""
+    sequence: set[Term] = set()
+    for node in ax.trace.nodes:
+        if node.meta["op"] == "input" and not node.meta["val"].is_floating_point():
+            for term in ax.of(node)[1:]:
+                sequence |= leaves(term)
+    rows = 1.0
+    for nodes in ax.contracted.values():
+        for node in nodes:
+            shape = node.meta.get("shape")
+            if shape and len(shape) > 1:
+                rows = max(rows, math.prod(shape[:-1]))
+    return rows, sequence
+
+
+def _sent(ax: Axes, atom: Term, tokens: tuple[float, set[Term]]) -> float:
+    """Elements sent per token because of this axis."""
+    rows, sequence = tokens
+    nodes = {n for n in ax.contracted.get(atom, ())}
+    for node in ax.trace.outputs.values():
+        if any(atom in leaves(t) for t in ax.of(node)):
+            nodes.add(node)
+    total = 0.0
+    for node in nodes:
+        total += _elements(ax, node, sequence) / rows
+    return total
+
+
+def _elements(ax: Axes, node: fx.Node, sequence: set[Term]) -> float:
+    size = float(math.prod(node.meta["shape"]))
+    times = [a.n for t in ax.of(node) for a in atoms(t) if a in sequence]
+    for n in times[1:]:
+        size *= max(1.0, TOKENS / n)
+    return size
+
+
+def _break_even(ax: Axes) -> float:
+    """A quarter of the model's usual contraction width."""
+    widths = [a.n for a, nodes in ax.contracted.items() for _ in nodes if ax.carriers.get(a) and a.n > 1]
+    return 0.25 * math.exp(sum(map(math.log, widths)) / len(widths)) if widths else 0.0
+
+
+def _best(ax: Axes, candidates: list[Candidate]) -> list[Candidate]:
+    by_atom = {c.atom: c for c in candidates}
+    edges = {c: {by_atom[o] for o in ax.multiplies.get(c.atom, ()) if o in by_atom and o is not c.atom} for c in candidates}
+    return sorted(_independent(set(candidates), edges), key=candidates.index)
+
+
+def _independent(left: set[Candidate], edges: dict[Candidate, set[Candidate]]) -> set[Candidate]:
+    """The heaviest set with no edge inside: by components, branching on the vertex of most edges."""
+    out: set[Candidate] = set()
+    for component in _components(left, edges):
+        if len(component) == 1:
+            out |= component
+            continue
+        pivot = max(component, key=lambda c: (len(edges[c] & component), c.weight))
+        if len(edges[pivot] & component) == len(component) - 1 and len(component) == 2:
+            out.add(max(component, key=lambda c: c.weight))
+            continue
+        with_it = {pivot} | _independent(component - {pivot} - edges[pivot], edges)
+        without = _independent(component - {pivot}, edges)
+        out |= max(with_it, without, key=lambda s: sum(c.weight for c in s))
+    return out
+
+
+def _components(left: set[Candidate], edges: dict[Candidate, set[Candidate]]) -> list[set[Candidate]]:
+    out = []
+    rest = set(left)
+    while rest:
+        component: set[Candidate] = set()
+        pending = [next(iter(rest))]
+        while pending:
+            c = pending.pop()
+            if c in component:
+                continue
+            component.add(c)
+            pending += list((edges[c] & rest) - component)
+        out.append(component)
+        rest -= component
+    return out

@@ -1,0 +1,382 @@
+"""All ranks in lockstep in one process, on the recorded graph, forward and backward, every op compared.
+
+The graph is run once for each rank, op by op, on local tensors and with local sizes.  After each op the ranks'
+results are compared with the recorded whole result: a cut value with its slice, a partial one by its sum.  Collectives
+are differentiable functions over the list of ranks with the very backward the runtime has, so that the gradients
+are those of a distributed run.  Values come from the capture (``values=True``); float64 makes the comparison sharp.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpconvert.analyze.axes import Axes, is_many, tensors
+from tpconvert.analyze.dealing import Deal
+from tpconvert.analyze.flow import Flow, Placed
+from tpconvert.analyze.terms import leaves
+
+
+@dataclass(slots=True)
+class Difference:
+    """How far one value or gradient is from the whole model's, relative to its largest entry."""
+
+    name: str
+    module: str
+    error: float
+
+
+@dataclass(slots=True)
+class Emulation:
+    """The outcome: the first op that differs, and the worst output and gradients."""
+
+    forward: list[Difference] = field(default_factory=list)
+    outputs: list[Difference] = field(default_factory=list)
+    gradients: list[Difference] = field(default_factory=list)
+
+    def worst(self) -> float:
+        """The largest error of all."""
+        return max((d.error for d in [*self.forward, *self.outputs, *self.gradients]), default=0.0)
+
+
+def emulate(flow: Flow, deal: Deal, *, loss_seed: int = 0, faults: frozenset[str] = frozenset()) -> Emulation:
+    """Run every rank of ``deal`` and compare.  The trace must hold values."""
+    return Lockstep(flow, deal, faults).run(loss_seed)
+
+
+class Lockstep:
+    """The environments of all ranks."""
+
+    def __init__(self, flow: Flow, deal: Deal, faults: frozenset[str] = frozenset()) -> None:
+        self.flow, self.ax, self.deal, self.faults = flow, flow.ax, deal, faults
+        self.ranks = range(deal.tp)
+        self.env: dict[fx.Node, list[Any]] = {}
+        self.seen: dict[tuple[fx.Node, fx.Node], list[Any]] = {}  # (value, consumer) -> what that consumer sees
+        self.leaves: dict[str, list[torch.Tensor]] = {}
+        self.out = Emulation()
+        self.copies: dict[fx.Node, list[Placed]] = defaultdict(list)
+        self.scatters: dict[fx.Node, list[Placed]] = defaultdict(list)
+        for placed in flow.copies:
+            self.copies[placed.node].append(placed)
+        for placed in flow.scatters:
+            self.scatters[placed.node].append(placed)
+
+    def run(self, seed: int) -> Emulation:
+        """Forward, compare, backward, compare."""
+        with torch.enable_grad():
+            for node in self.ax.trace.nodes:
+                self.step(node)
+                self.compare(node)
+            self.backward(seed)
+        return self.out
+
+    # -- forward ------------------------------------------------------------------------------------------
+
+    def step(self, node: fx.Node) -> None:
+        """Run one node on every rank, and the collectives that stand at it."""
+        op = node.meta["op"]
+        if op in ("parameter", "constant", "input"):
+            self.start(node)
+        elif op == "item":
+            self.env[node] = [e[node.args[1]] for e in self.env[node.args[0]]]  # type: ignore[index]
+        elif op == "alias":
+            self.env[node] = self.env[node.args[0]]  # type: ignore[index]
+        else:
+            self.env[node] = [self.call(node, r) for r in self.ranks]
+        if node in self.flow.reduced:
+            self.env[node] = reduce(self.env[node])
+        if node in self.flow.gathered:
+            self.env[node] = gather(self.env[node], [self.indices(node, r) for r in self.ranks])
+        self.place(node)
+
+    def start(self, node: fx.Node) -> None:
+        value = node.meta["value"]
+        if node.meta["op"] != "parameter":
+            self.env[node] = [value for _ in self.ranks]
+            return
+        dims = self.ax.of(node)
+        parts = [self.deal.local(value, dims, r) if node in self.flow.cut else value.clone() for r in self.ranks]
+        if node.meta["grad"]:
+            parts = [p.requires_grad_(True) for p in parts]
+            self.leaves[str(node.target)] = parts
+        if node in self.flow.sum_grad:
+            parts = copy_shared(parts, [self.rows(node, r) for r in self.ranks], value.numel())
+        if node in self.flow.once:
+            parts = [p if r == 0 else _zero_forward(p) for r, p in enumerate(parts)]
+        self.env[node] = parts
+
+    def place(self, node: fx.Node) -> None:
+        """Copies and scatters of a value: for all consumers, or for some."""
+        for placed in self.copies[node]:
+            everyone = placed.host is not None and placed.host.side == "output"
+            values = copy(self.env[node], placed.span)
+            if everyone:
+                self.env[node] = values
+            else:
+                self.show(placed, values)
+        for placed in self.scatters[node]:
+            self.show(placed, scatter(self.env[node], [self.indices(node, r) for r in self.ranks]))
+
+    def show(self, placed: Placed, values: list[Any]) -> None:
+        call = placed.host.call if placed.host is not None else None
+        for user in placed.node.users:
+            inside = call is not None and user.op != "output" and user.meta["call"] is not None and user.meta["call"].inside(call)
+            if inside or user in placed.consumers:
+                self.seen[placed.node, user] = values
+
+    def call(self, node: fx.Node, rank: int) -> Any:
+        """One op on one rank, with its local operands and sizes."""
+        args, kwargs = localized(self.flow, node, lambda term: self.deal.size(term, rank))
+
+        def value(n: fx.Node) -> Any:
+            return self.seen.get((n, node), self.env[n])[rank]
+
+        args, kwargs = fx.node.map_arg(args, value), fx.node.map_arg(kwargs, value)
+        if node in self.ax.lookups and node.args[0] in self.flow.cut and node in self.flow.partial:
+            rows = self.deal.index(self.ax.of(node.args[0])[0], rank)  # type: ignore[arg-type]
+            return masked_lookup(args[0], args[1], rows, node)
+        if node in self.ax.splits and self.is_local(node):
+            dim = self.ax.splits[node]
+            return torch.split(args[0], [self.deal.size(d[dim], rank) for d in self.ax.dims[node]], dim)
+        out = node.target(*args, **kwargs)  # type: ignore[operator]
+        if isinstance(node.meta["val"], torch.Tensor) and not isinstance(out, torch.Tensor):
+            return args[0]  # __setitem__ returns nothing
+        return out if isinstance(out, torch.Tensor) else tensors(out)
+
+    def is_local(self, node: fx.Node) -> bool:
+        """Whether an op works on parts."""
+        return is_local(self.flow, node)
+
+    # -- comparing ----------------------------------------------------------------------------------------
+
+    def compare(self, node: fx.Node) -> None:
+        """Every rank's result against the recorded whole one."""
+        whole = node.meta.get("value")
+        if whole is None or node.meta["op"] in ("parameter", "empty", "new_empty", "empty_like") or not whole.numel():
+            return
+        have = [v.detach() for v in self.env[node]]
+        if node in self.flow.partial and node not in self.flow.reduced:
+            have = [sum(have[1:], have[0])] if not (node in self.flow.cut) else have
+        dims = self.ax.of(node)
+        worst = 0.0
+        for rank, value in enumerate(have):
+            want = self.deal.local(whole, dims, rank) if node in self.flow.cut else whole
+            worst = max(worst, relative(value, want, whole))
+        call = node.meta["call"]
+        self.out.forward.append(Difference(node.name, call.module if call else "", worst))
+
+    def backward(self, seed: int) -> None:
+        """A fixed random sum of the outputs, differentiated on every rank and on the whole model."""
+        generator = torch.Generator().manual_seed(seed)
+        losses: list[torch.Tensor] = [torch.zeros((), dtype=torch.float64) for _ in self.ranks]
+        names = []
+        for slot, node in self.ax.trace.outputs.items():
+            whole = node.meta["value"]
+            self.out.outputs.append(Difference(slot, "", max(relative(v.detach(), whole, whole) for v in self.env[node])))
+            if whole.is_floating_point() and node.meta["grad"]:
+                weight = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
+                losses = [total + (v * weight).sum() for total, v in zip(losses, self.env[node], strict=True)]
+                names.append((node, weight))
+        if not names or not self.leaves:
+            return
+        torch.autograd.backward(losses)
+        reference = whole_gradients(self.ax, names)
+        floor = 1e-6 * max(float(g.abs().max()) if g.numel() else 0.0 for g in reference.values())
+        for name, parts in self.leaves.items():
+            node = self.ax.trace.parameters[name]
+            whole = reference[name]
+            worst = 0.0
+            for rank, part in enumerate(parts):
+                want = self.deal.local(whole, self.ax.of(node), rank) if node in self.flow.cut else whole
+                have = part.grad if part.grad is not None else torch.zeros_like(part)
+                worst = max(worst, relative(have, want, whole, floor))
+            self.out.gradients.append(Difference(name, "", worst))
+
+    def indices(self, node: fx.Node, rank: int) -> tuple[int, torch.Tensor, int]:
+        """``(dim, indices, whole size)`` of the one cut dim of a value."""
+        dims = self.ax.of(node)
+        dim = next(i for i, t in enumerate(dims) if leaves(t) & self.flow.cut_atoms)
+        return dim, self.deal.index(dims[dim], rank), dims[dim].n
+
+    def rows(self, node: fx.Node, rank: int) -> torch.Tensor:
+        """Which entries of the whole, flattened tensor a rank's part holds."""
+        value = node.meta["value"]
+        flat = torch.arange(value.numel()).reshape(value.shape)
+        return self.deal.local(flat, self.ax.of(node), rank) if node in self.flow.cut else flat
+
+
+def is_local(flow: Flow, node: fx.Node) -> bool:
+    """Whether an op works on parts: its result, or something it reads, is cut."""
+    results = list(node.users) if is_many(flow.ax.dims[node]) else [node]
+    seen = [n for n in node.all_input_nodes if n in flow.cut or any(p.node is n and _sees(p, node) for p in flow.scatters)]
+    return bool(seen) or any(n in flow.cut for n in results)
+
+
+def _sees(placed: Placed, user: fx.Node) -> bool:
+    if placed.host is None:
+        return user in placed.consumers
+    return user.meta["call"] is not None and user.meta["call"].inside(placed.host.call)
+
+
+def localized(flow: Flow, node: fx.Node, size: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """An op's arguments with ``size(term)`` in place of each integer that is the size of a cut term."""
+    args: Any = node.args
+    kwargs: Any = dict(node.kwargs)
+    if not is_local(flow, node):
+        return args, kwargs
+    tree: Any = [args, kwargs]
+    for site in flow.ax.sites.get(node, ()):
+        if leaves(site.term) & flow.cut_atoms:
+            local = size(site.term)
+            tree = replaced(tree, site.path, local if site.sign == 1 else -local)
+    return tuple(tree[0]), tree[1]
+
+
+def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """``tree`` with ``value`` at ``path``."""
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    if isinstance(tree, slice):
+        parts = {k: getattr(tree, k) for k in ("start", "stop", "step")}
+        parts[key] = replaced(parts[key], rest, value)
+        return slice(parts["start"], parts["stop"], parts["step"])
+    if isinstance(tree, dict):
+        return {k: replaced(v, rest, value) if k == key else v for k, v in tree.items()}
+    return type(tree)([replaced(v, rest, value) if i == key else v for i, v in enumerate(tree)]) if type(tree) in (list, tuple) else tuple(
+        replaced(v, rest, value) if i == key else v for i, v in enumerate(tree)
+    )
+
+
+def relative(value: torch.Tensor, want: torch.Tensor, whole: torch.Tensor, floor: float = 1e-30) -> float:
+    """The largest difference over the largest entry of the whole tensor; infinite where shapes differ.
+
+    ``floor`` is the least scale: the gradient of a key's bias is zero but for rounding.
+    """
+    if value.shape != want.shape:
+        return float("inf")
+    if not value.numel():
+        return 0.0
+    if not value.is_floating_point() and not value.is_complex():
+        return 0.0 if torch.equal(value, want) else float("inf")
+    difference = (value - want).abs()
+    difference = difference[~torch.isnan(difference) & ~torch.isinf(difference)]
+    if not torch.equal(torch.isfinite(value), torch.isfinite(want)):
+        return float("inf")
+    scale = whole[torch.isfinite(whole)].abs().max().item() if torch.isfinite(whole).any() else 0.0
+    return (difference.max().item() if difference.numel() else 0.0) / max(scale, floor)
+
+
+def whole_gradients(ax: Axes, weights: list[tuple[fx.Node, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The gradients of the whole model for the same sum of outputs: those the capture's own autograd graph gives."""
+    named = {n: node.meta["val"] for n, node in ax.trace.parameters.items() if node.meta["grad"]}
+    total: Any = sum((node.meta["val"] * w).sum() for node, w in weights)
+    grads = torch.autograd.grad(total, list(named.values()), allow_unused=True, retain_graph=True)
+    return {n: g if g is not None else torch.zeros_like(p) for (n, p), g in zip(named.items(), grads, strict=True)}
+
+
+# -- collectives over a list of ranks ----------------------------------------------------------------------
+
+
+class _Ranks(torch.autograd.Function):
+    """A function of all ranks' values with its own backward over all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ctx.rule, ctx.like = backward, values
+        return tuple(forward(values))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *ctx.rule(grads)
+
+
+def reduce(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """reduce: sum forward, identity backward."""
+    return list(_Ranks.apply(lambda v: [sum(v[1:], v[0]).clone() for _ in v], lambda g: g, *values))  # type: ignore[no-untyped-call]
+
+
+def copy(values: list[torch.Tensor], span: tuple[int, int, int] | None = None) -> list[torch.Tensor]:
+    """copy: identity forward, sum backward (of one range of a dim)."""
+
+    def backward(grads: Any) -> list[torch.Tensor]:
+        total = sum(grads[1:], grads[0])
+        if span is None:
+            return [total for _ in grads]
+        out = [g.clone() for g in grads]
+        for g in out:
+            g.narrow(span[0], span[1], span[2] - span[1]).copy_(total.narrow(span[0], span[1], span[2] - span[1]))
+        return out
+
+    return list(_Ranks.apply(lambda v: [x.clone() for x in v], backward, *values))  # type: ignore[no-untyped-call]
+
+
+def copy_shared(values: list[torch.Tensor], rows: list[torch.Tensor], size: int) -> list[torch.Tensor]:
+    """copy of a parameter: the gradient of each entry is summed over the ranks that hold it."""
+
+    def backward(grads: Any) -> list[torch.Tensor]:
+        total = grads[0].new_zeros(size)
+        for g, r in zip(grads, rows, strict=True):
+            total.index_add_(0, r.reshape(-1), g.reshape(-1))
+        return [total[r] for r in rows]
+
+    return list(_Ranks.apply(lambda v: [x.clone() for x in v], backward, *values))  # type: ignore[no-untyped-call]
+
+
+def gather(values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor, int]]) -> list[torch.Tensor]:
+    """gather: parts joined forward, each rank's own part backward."""
+
+    def forward(parts: Any) -> Iterator[torch.Tensor]:
+        dim, _, size = indices[0]
+        shape = list(parts[0].shape)
+        shape[dim] = size
+        whole = parts[0].new_zeros(shape)
+        for part, (_, index, _) in zip(parts, indices, strict=True):
+            whole.index_copy_(dim, index, part)
+        return (whole.clone() for _ in parts)
+
+    def backward(grads: Any) -> list[torch.Tensor]:
+        return [g.index_select(dim, index) for g, (dim, index, _) in zip(grads, indices, strict=True)]
+
+    return list(_Ranks.apply(forward, backward, *values))  # type: ignore[no-untyped-call]
+
+
+def scatter(values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor, int]]) -> list[torch.Tensor]:
+    """scatter: each rank's own part forward, parts joined backward."""
+
+    def forward(wholes: Any) -> Iterator[torch.Tensor]:
+        return (v.index_select(dim, index) for v, (dim, index, _) in zip(wholes, indices, strict=True))
+
+    def backward(grads: Any) -> list[torch.Tensor]:
+        dim, _, size = indices[0]
+        shape = list(grads[0].shape)
+        shape[dim] = size
+        whole = grads[0].new_zeros(shape)
+        for grad, (_, index, _) in zip(grads, indices, strict=True):
+            whole.index_copy_(dim, index, grad)
+        return [whole.clone() for _ in grads]
+
+    return list(_Ranks.apply(forward, backward, *values))  # type: ignore[no-untyped-call]
+
+
+def _zero_forward(value: torch.Tensor) -> torch.Tensor:
+    """once, on the other ranks: zeros forward, identity backward."""
+    return value - value.detach()
+
+
+def masked_lookup(table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, node: fx.Node) -> torch.Tensor:
+    """Rows this rank has, zeros for the others'."""
+    place = torch.full((int(rows.max()) + 2,), -1, dtype=torch.long)
+    place[rows] = torch.arange(len(rows))
+    local = place[ids.clamp(max=len(place) - 1)]
+    padding = node.kwargs.get("padding_idx", node.args[2] if len(node.args) > 2 else -1)
+    held = (local >= 0) if padding in (None, -1) else (local >= 0)
+    out = torch.nn.functional.embedding(local.clamp(min=0), table)
+    if isinstance(padding, int) and padding >= 0:
+        out = torch.where((ids == padding)[..., None], out.detach(), out)
+    return out * held[..., None]

@@ -1,0 +1,367 @@
+"""Rules of the ops that contract, reduce, normalise and look up, where a line of ``rules/ops.toml`` cannot say it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from tpconvert.analyze.axes import Axes, Dims, Rule, fresh_dims, nodes_in, where
+from tpconvert.analyze.ops_shape import _varargs
+from tpconvert.analyze.terms import P, V
+
+Bound = dict[str, Any]
+
+
+def matmul(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """``input @ other`` with batch dims broadcast and vectors allowed."""
+    names = ("other", "input") if node.meta["op"] == "__rmatmul__" else ("input", "other")
+    return _matmul(ax, node, *(ax.of(a[n]) for n in names))
+
+
+def _matmul(ax: Axes, node: fx.Node, left: Dims, right: Dims) -> Dims:
+    vector_left, vector_right = len(left) == 1, len(right) == 1
+    left = [V(1), *left] if vector_left else left
+    right = [*right, V(1)] if vector_right else right
+    ax.unify(left[-1], right[-2], node)
+    ax.contract(left[-1], node)
+    rank = max(len(left), len(right)) - 2
+    padded = [[V(1)] * (rank + 2 - len(d)) + d[:-2] for d in (left, right)]
+    batch = ax.broadcast(node, padded, [max(x.n, y.n) for x, y in zip(*padded, strict=True)])
+    return batch + ([] if vector_left else [left[-2]]) + ([] if vector_right else [right[-1]])
+
+
+def addmm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """``input + mat1 @ mat2``."""
+    out = _matmul(ax, node, ax.of(a["mat1"]), ax.of(a["mat2"]))
+    return ax.broadcast(node, [out, ax.of(a["input"])], [t.n for t in out])
+
+
+def einsum(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """The equation says it all."""
+    operands = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
+    equation = str(a["equation"]).replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms: dict[str, Any] = {}
+    ellipses = []
+    for letters, operand in zip(left.split(","), operands, strict=True):
+        dims = ax.of(operand)
+        if "..." in letters:
+            before, after = letters.split("...")
+            ellipses.append(dims[len(before) : len(dims) - len(after)])
+            letters, dims = before + after, dims[: len(before)] + dims[len(dims) - len(after) :]
+        for letter, term in zip(letters, dims, strict=True):
+            if letter not in terms or terms[letter].n == 1:
+                terms[letter] = term
+            elif term.n == terms[letter].n:
+                ax.unify(terms[letter], term, node)
+    if not arrow:
+        right = "..." * bool(ellipses) + "".join(sorted(c for c in terms if left.count(c) == 1))
+    for letter, term in terms.items():
+        if letter not in right:
+            ax.contract(term, node)
+    rank = max(map(len, ellipses), default=0)
+    sizes = [max(d[-i].n for d in ellipses if len(d) >= i) for i in range(rank, 0, -1)]
+    middle = ax.broadcast(node, ellipses, sizes)
+    return [t for c in right.replace("...", "@") for t in (middle if c == "@" else [terms[c]])]
+
+
+def attention(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Scaled dot-product attention: heads are carried, head_dim is summed before the softmax, keys are its width."""
+    q, k, v = (ax.of(a[n]) for n in ("query", "key", "value"))
+    batch = len(q) - 2
+    if a.get("enable_gqa") and q[-3].n != k[-3].n:
+        ax.unify(q[-3], P(k[-3], V(q[-3].n // k[-3].n)), node)
+        ax.unify(v[-3], k[-3], node)
+        batch -= 1
+    for other in (k, v):
+        for x, y in zip(q[:batch], other[:batch], strict=False):
+            if x.n == y.n:
+                ax.unify(x, y, node)
+    ax.unify(q[-1], k[-1], node)
+    ax.unify(k[-2], v[-2], node)
+    ax.block(q[-1], node, "attention sums over head_dim before its softmax")
+    ax.block(k[-2], node, "attention's softmax runs over the keys")
+    mask = a.get("attn_mask")
+    if isinstance(mask, fx.Node):
+        scores = [*q[:-1], k[-2]]
+        ax.broadcast(node, [scores, ax.of(mask)], [t.n for t in scores])
+    return [*q[:-1], v[-1]]
+
+
+def embedding(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Rows looked up: where the rows are cut, the others' rows are zero and the result is partial."""
+    table = ax.of(a["input"])
+    ax.contract(table[0], node)
+    ax.lookups.add(node)
+    return ax.of(a["indices"]) + table[1:]
+
+
+def grouped_mm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """A matrix for each group of rows."""
+    x, w = ax.of(a["input"]), ax.of(a["other"])
+    ax.unify(x[-1], w[-2], node)
+    ax.contract(w[-2], node)
+    ax.block([x[0], *w[:-2]], node, "rows are dealt to experts by data")
+    return [*x[:-1], w[-1]]
+
+
+def convolution(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Channels are contracted within each group; space is not cut."""
+    x, w = ax.of(a["input"]), ax.of(a["weight"])
+    transposed = "transpose" in node.meta["op"]
+    space = len(w) - 2
+    channel = len(x) - 1 - space
+    groups = a.get("groups", 1)
+    out = V(node.meta["shape"][channel])
+    if groups == 1:
+        ax.unify(x[channel], w[0 if transposed else 1], node)
+        ax.contract(x[channel], node)
+        ax.unify(out, w[1 if transposed else 0], node)
+    else:
+        group, inner, outer = V(groups), V(x[channel].n // groups), V(out.n // groups)
+        ax.unify(x[channel], P(group, inner), node)
+        ax.unify(out, P(group, outer), node)
+        ax.unify(w[0], P(group, inner if transposed else outer), node)
+        ax.unify(w[1], outer if transposed else inner, node)
+        ax.contract(inner, node)
+        ax.site(node, where(node, RULES[node.meta["op"]].args, "groups"), group)
+    if isinstance(a.get("bias"), fx.Node):
+        ax.unify(ax.of(a["bias"])[0], out, node)
+    ax.block([*x[channel + 1 :], *w[2:]], node, "convolution over space")
+    return [*x[:channel], out, *(V(n) for n in node.meta["shape"][channel + 1 :])]
+
+
+def layer_norm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Statistics over the last dims."""
+    dims = ax.of(a["input"])
+    tail = dims[len(dims) - len(a["normalized_shape"]) :]
+    ax.block(tail, node, f"{node.meta['op']} takes its statistics over this dim")
+    for name in ("weight", "bias"):
+        if isinstance(a.get(name), fx.Node):
+            for t, u in zip(tail, ax.of(a[name]), strict=True):
+                ax.unify(t, u, node)
+    return dims
+
+
+def batch_norm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Statistics of each channel over everything else."""
+    dims = ax.of(a["input"])
+    if a.get("training") or a.get("use_input_stats"):
+        ax.block([t for i, t in enumerate(dims) if i != 1], node, "batch statistics over this dim")
+    for operand in nodes_in((node.args[1:], node.kwargs)):
+        if len(ax.of(operand)) == 1 and operand is not a["input"]:
+            ax.unify(dims[1], ax.of(operand)[0], node)
+    return dims
+
+
+def group_norm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Statistics within each group of channels."""
+    dims = ax.of(a["input"])
+    group, inner = V(a["num_groups"]), V(dims[1].n // a["num_groups"])
+    ax.unify(dims[1], P(group, inner), node)
+    ax.site(node, where(node, RULES["group_norm"].args, "num_groups"), group)
+    ax.block([inner, *dims[2:]], node, "group_norm takes its statistics over this dim")
+    for name in ("weight", "bias"):
+        if isinstance(a.get(name), fx.Node):
+            ax.unify(dims[1], ax.of(a[name])[0], node)
+    return dims
+
+
+def sum_over(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """A sum is partial where its dim is cut."""
+    dims, over, keep = _over(ax, node, a)
+    for i in over:
+        ax.contract(dims[i], node)
+    return [V(1) if i in over else t for i, t in enumerate(dims) if keep or i not in over]
+
+
+def reduce_over(ax: Axes, node: fx.Node, a: Bound) -> Any:
+    """mean, max, var, ...: needs all of its dim."""
+    if node.meta["op"] in ("max", "min") and isinstance(a.get("dim"), fx.Node):
+        return ax.broadcast(node, [ax.of(a["input"]), ax.of(a["dim"])], node.meta["shape"])
+    dims, over, keep = _over(ax, node, a)
+    ax.block([dims[i] for i in over], node, f"{node.meta['op']} over this dim needs the other ranks' values")
+    out = [V(1) if i in over else t for i, t in enumerate(dims) if keep or i not in over]
+    fresh = fresh_dims(node)
+    return [out for _ in fresh] if fresh and isinstance(fresh[0], list) else out
+
+
+def _over(ax: Axes, node: fx.Node, a: Bound) -> tuple[Dims, list[int], bool]:
+    dims = ax.of(a["input"])
+    dim = a.get("dim")
+    over = range(len(dims)) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
+    return dims, [d % len(dims) for d in over] if dims else [], bool(a.get("keepdim", False))
+
+
+def along(ax: Axes, node: fx.Node, a: Bound) -> Any:
+    """softmax, cumsum, flip, roll, ...: the dim it runs along stays whole."""
+    dims = list(ax.of(a["input"]))
+    dim = a.get("dim", a.get("dims"))
+    over = range(len(dims)) if dim is None else [dim] if isinstance(dim, int) else dim
+    ax.block([dims[i] for i in over], node, f"{node.meta['op']} runs along this dim")
+    return dims
+
+
+def ordered(ax: Axes, node: fx.Node, a: Bound) -> list[Dims]:
+    """sort and topk: values and indices."""
+    dims = list(ax.of(a["input"]))
+    dim = a.get("dim", -1)
+    ax.block(dims[dim], node, f"{node.meta['op']} runs along this dim")
+    size = fresh_dims(node)[0][dim].n
+    if size != dims[dim].n:
+        dims[dim] = V(size)
+    return [dims, dims]
+
+
+def triangle(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """tril, triu: the place in the matrix matters."""
+    dims = ax.of(a["input"])
+    ax.block(dims[-2:], node, f"{node.meta['op']} depends on the place in this dim")
+    return dims
+
+
+def gather(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Looked up along one dim; the others meet where they have one size."""
+    dims, wanted = ax.of(a["input"]), ax.of(a["index"])
+    dim = a["dim"] % len(dims)
+    for i in range(len(dims)):
+        if i != dim and dims[i].n == wanted[i].n:
+            ax.unify(dims[i], wanted[i], node)
+        else:
+            ax.block([dims[i], wanted[i]], node, f"{node.meta['op']}: looked up by data")
+    return list(wanted)
+
+
+def index_select(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Rows picked by data."""
+    dims = list(ax.of(a["input"]))
+    ax.block(dims[a["dim"]], node, "index_select: looked up by data")
+    dims[a["dim"]] = ax.of(a["index"])[0] if ax.of(a["index"]) else V(1)
+    return dims
+
+
+def scatter(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """index_add, scatter and their like write along one dim by data."""
+    dims = ax.of(a["input"])
+    dim = a["dim"] % len(dims)
+    ax.block(dims[dim], node, f"{node.meta['op']}: written by data")
+    for name in ("index", "source"):
+        operand = a.get(name)
+        if not isinstance(operand, fx.Node) or len(ax.of(operand)) != len(dims):
+            continue
+        for i, (t, u) in enumerate(zip(dims, ax.of(operand), strict=True)):
+            if i != dim and t.n == u.n:
+                ax.unify(t, u, node)
+            else:
+                ax.block([t, u], node, f"{node.meta['op']}: written by data")
+    return dims
+
+
+def pooling(ax: Axes, node: fx.Node, a: Bound) -> Any:
+    """Pooling and interpolation: channels are carried, space is not cut."""
+    dims = ax.of(a["input"])
+    ax.block(dims[2:], node, f"{node.meta['op']} over space")
+    out = fresh_dims(node)
+    many = bool(out) and isinstance(out[0], list)
+    new = [[*dims[:2], *o[2:]] for o in (out if many else [out])]
+    return new if many else new[0]
+
+
+def one_hot(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """A new last dim, one place of it by data."""
+    new = V(node.meta["shape"][-1])
+    ax.block(new, node, "one_hot writes by data")
+    return [*ax.of(a["input"]), new]
+
+
+def outer(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """All pairs."""
+    return ax.of(a["input"]) + ax.of(a["other"])
+
+
+def unfold(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Sliding windows over one dim."""
+    dims = list(ax.of(a["input"]))
+    dim = a["dim"] % len(dims)
+    ax.block(dims[dim], node, "unfold slides along this dim")
+    return [*dims[:dim], V(node.meta["shape"][dim]), *dims[dim + 1 :], V(node.meta["shape"][-1])]
+
+
+def factory(ax: Axes, node: fx.Node, a: Bound) -> Any:
+    """zeros, arange, ...: new dims, whose integer sizes are sites."""
+    out = fresh_dims(node)
+    ax.factories.add(node)
+    first = 1 if node.meta["op"].startswith("new_") else 0
+    if node.meta["op"] in SIZED:
+        values = _varargs(node, first, "size")
+        nested = len(node.args) > first and isinstance(node.args[first], tuple | list)
+        for i, (size, term) in enumerate(zip(values, out, strict=False)):
+            if isinstance(size, int):
+                ax.site(node, (1, "size", i) if "size" in node.kwargs else (0, first, i) if nested else (0, first + i), term)
+    return out
+
+
+SIZED = frozenset("zeros ones empty full rand randn new_zeros new_ones new_empty new_full".split())
+UNIFORM = frozenset("zeros ones empty full new_zeros new_ones new_empty new_full zeros_like ones_like full_like empty_like".split())
+"""Factories whose values do not depend on the place."""
+EXPANDING = frozenset("expand broadcast_to repeat tile repeat_interleave".split())
+"""Ops that repeat values along a new dim or factor."""
+
+
+def _table() -> dict[str, Rule]:
+    both, x = frozenset({"input", "other"}), frozenset({"input"})
+    conv = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    conv_t = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+    none: frozenset[str] = frozenset()
+    entries: list[tuple[str, Any, str | tuple[str, ...], frozenset[str], str]] = [
+        ("matmul mm bmm mv dot __matmul__ __rmatmul__", matmul, "input other", both, ""),
+        ("addmm baddbmm", addmm, "input mat1 mat2", frozenset({"mat1", "mat2"}), "input"),
+        ("einsum", einsum, "equation", frozenset({"*1", "*2", "*3", "*4"}), ""),
+        ("scaled_dot_product_attention", attention, "query key value attn_mask dropout_p is_causal", frozenset({"value"}), ""),
+        ("embedding", embedding, "input indices padding_idx", x, ""),
+        ("_grouped_mm grouped_mm", grouped_mm, "input other offs bias", both, ""),
+        ("conv1d conv2d conv3d", convolution, conv, frozenset({"input", "weight"}), "bias"),
+        ("conv_transpose1d conv_transpose2d conv_transpose3d", convolution, conv_t, frozenset({"input", "weight"}), "bias"),
+        ("layer_norm rms_norm", layer_norm, "input normalized_shape weight bias", none, ""),
+        ("batch_norm", batch_norm, "input weight bias running_mean running_var training", none, ""),
+        ("instance_norm", batch_norm, "input running_mean running_var weight bias use_input_stats", none, ""),
+        ("group_norm", group_norm, "input num_groups weight bias", none, ""),
+        ("sum nansum", sum_over, "input dim keepdim", x, ""),
+        ("mean", reduce_over, "input dim keepdim", none, ""),
+        (
+            "var std max min amax amin argmax argmin any all prod logsumexp median var_mean std_mean aminmax count_nonzero",
+            reduce_over, "input dim keepdim", none, "",
+        ),
+        ("norm vector_norm linalg_vector_norm", reduce_over, "input ord dim keepdim", none, ""),
+        ("softmax log_softmax cumsum cumprod flip softmin logcumsumexp _softmax argsort", along, "input dim", none, ""),
+        ("roll", along, "input shifts dims", none, ""),
+        ("sort msort", ordered, "input dim", none, ""),
+        ("topk kthvalue", ordered, "input k dim", none, ""),
+        ("tril triu", triangle, "input", none, ""),
+        ("gather take_along_dim", gather, "input dim index", x, ""),
+        ("index_select", index_select, "input dim index", x, ""),
+        ("index_add index_copy scatter scatter_add scatter_reduce", scatter, "input dim index source", none, ""),
+        (
+            "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d upsample_nearest2d "
+            "upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_nearest1d interpolate",
+            pooling, "input", none, "",
+        ),
+        ("one_hot", one_hot, "input num_classes", none, ""),
+        ("outer ger", outer, "input other", both, ""),
+        ("unfold", unfold, "input dim size step", x, ""),
+        (
+            "arange zeros ones full empty tensor as_tensor rand randn randint randperm linspace logspace eye new_zeros new_ones new_full "
+            "new_empty new_tensor tril_indices triu_indices hann_window scalar_tensor from_numpy",
+            factory, "", none, "",
+        ),
+    ]
+    out = {}
+    for names, function, args, linear, added in entries:
+        joint = frozenset({"input", "source"}) if names.startswith("index_add") else none
+        for name in names.split():
+            out[name] = Rule(function, tuple(args.split()) if isinstance(args, str) else args, linear, joint, added)
+    return out
+
+
+RULES: dict[str, Rule] = _table()

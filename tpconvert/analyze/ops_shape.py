@@ -1,0 +1,444 @@
+"""Rules of the ops that move, split and join dims.  They are linear, and most carry integer sizes (sites)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpconvert.analyze.axes import Axes, Dims, Rule, product, tensors, where
+from tpconvert.analyze.terms import P, S, Term, V
+
+Bound = dict[str, Any]
+
+
+def reshape(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """view, reshape, flatten, squeeze: refine dims into factors, or join factors into dims."""
+    if any(isinstance(v, torch.dtype) for v in node.args):
+        raise ValueError("a view as another dtype")
+    out = regroup(ax, node, ax.of(a["input"]), node.meta["shape"])
+    if node.meta["op"] in ("view", "reshape", "_unsafe_view", "view_"):
+        for path, size, term in zip(*_sizes(node, 1, "shape", "size"), out, strict=False):
+            if size != -1:
+                ax.site(node, path, term)
+    return out
+
+
+def unflatten(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """One dim into several."""
+    out = regroup(ax, node, ax.of(a["input"]), node.meta["shape"])
+    dim = a["dim"] % len(ax.of(a["input"]))
+    for i, size in enumerate(a["sizes"]):
+        if size != -1:
+            ax.site(node, (*where(node, ("input", "dim", "sizes"), "sizes"), i), out[dim + i])
+    return out
+
+
+def regroup(ax: Axes, node: fx.Node, dims: Dims, shape: Sequence[int]) -> Dims:
+    """Align the products of the old and the new dims from the left, and unify group by group."""
+    out: Dims = [V(n) for n in shape]
+    if 0 in shape:
+        return out
+    old, new = [t for t in dims if t.n != 1], [i for i, n in enumerate(shape) if n != 1]
+    i = j = 0
+    while i < len(old):
+        left, right = [old[i]], [new[j]]
+        size_left, size_right = old[i].n, shape[new[j]]
+        i, j = i + 1, j + 1
+        while size_left != size_right:
+            if size_left < size_right:
+                left.append(old[i])
+                size_left *= old[i].n
+                i += 1
+            else:
+                right.append(new[j])
+                size_right *= shape[new[j]]
+                j += 1
+        if len(left) == len(right) == 1:
+            out[right[0]] = left[0]
+        else:
+            ax.unify(product(*left), product(*(out[k] for k in right)), node)
+    return out
+
+
+def transpose(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Two dims change places."""
+    dims = list(ax.of(a["input"]))
+    i, j = a["dim0"], a["dim1"]
+    dims[i], dims[j] = dims[j], dims[i]
+    return dims
+
+
+def matrix_transpose(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """``.T``, ``.mT``, ``t()``."""
+    dims = ax.of(a["input"])
+    return dims[::-1] if node.meta["op"] in (".T", "t", "numpy_T") else [*dims[:-2], dims[-1], dims[-2]]
+
+
+def permute(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Dims in another order."""
+    order = _varargs(node, 1, "dims")
+    return [ax.of(a["input"])[i] for i in order]
+
+
+def movedim(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Some dims to other places, the rest in order."""
+    dims = ax.of(a["input"])
+    source, target = ([v % len(dims) for v in _as_list(a[k])] for k in ("source", "destination"))
+    rest = iter(d for i, d in enumerate(dims) if i not in source)
+    return [dims[source[target.index(i)]] if i in target else next(rest) for i in range(len(dims))]
+
+
+def expand(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Dims of one index become whole new dims."""
+    shape = node.meta["shape"]
+    dims = ax.of(a["input"])
+    dims = [V(1)] * (len(shape) - len(dims)) + dims
+    out = [t if t.n == n and n != 1 else V(n) for t, n in zip(dims, shape, strict=True)]
+    if node.meta["op"] in ("expand", "broadcast_to"):
+        for path, size, term in zip(*_sizes(node, 1, "sizes", "size"), out, strict=False):
+            if size not in (-1, 1):
+                ax.site(node, path, term)
+    return out
+
+
+def expand_as(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """As ``expand``, to the dims of another tensor, which the new dims are."""
+    return ax.broadcast(node, [ax.of(a["input"]), ax.of(a["other"])], node.meta["shape"])
+
+
+def repeat(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """The whole dim again and again: the number of times is an outer factor."""
+    shape = node.meta["shape"]
+    dims = ax.of(a["input"])
+    dims = [V(1)] * (len(shape) - len(dims)) + dims
+    out = []
+    for path, times, term in zip(*_sizes(node, 1, "repeats", "dims"), dims, strict=True):
+        if times == 1:
+            out.append(term)
+            continue
+        factor = V(times)
+        ax.site(node, path, factor)
+        out.append(factor if term.n == 1 else P(factor, term))
+    return out
+
+
+def repeat_interleave(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Each index again and again: the number of times is an inner factor."""
+    times, dim = a.get("repeats"), a.get("dim")
+    if not isinstance(times, int) or dim is None:
+        raise ValueError("repeats that depend on data")
+    dims = list(ax.of(a["input"]))
+    if times > 1:
+        factor = V(times)
+        ax.site(node, where(node, ("input", "repeats", "dim"), "repeats"), factor)
+        dims[dim] = P(dims[dim], factor) if dims[dim].n > 1 else factor
+    if a.get("output_size") is not None:
+        ax.site(node, (1, "output_size"), dims[dim])
+    return dims
+
+
+def split(ax: Axes, node: fx.Node, a: Bound) -> list[Dims]:
+    """A dim falls into segments."""
+    dims = ax.of(a["input"])
+    dim = a.get("dim", 0) % len(dims)
+    ax.splits[node] = dim
+    rest, out = dims[dim], []
+    for tensor in tensors(node.meta["val"]):
+        part, rest = ax.cut(rest, tensor.shape[dim], node)
+        out.append([*dims[:dim], part, *dims[dim + 1 :]])
+    if node.meta["op"] in ("split", "split_with_sizes", "unsafe_split"):
+        path = where(node, RULES[node.meta["op"]].args, "sizes") if "sizes" in a else ()
+        if isinstance(a.get("sizes"), int):
+            ax.site(node, path, out[0][dim])
+        for i, _ in enumerate(a["sizes"] if isinstance(a.get("sizes"), tuple | list) else ()):
+            ax.site(node, (*path, i), out[i][dim])
+    return out
+
+
+def unbind(ax: Axes, node: fx.Node, a: Bound) -> list[Dims]:
+    """Each index of a dim by itself."""
+    dims = ax.of(a["input"])
+    dim = a.get("dim", 0) % len(dims)
+    if dims[dim].n > 64:
+        ax.block(dims[dim], node, "unbind: one by one over many indices")
+    else:
+        rest = dims[dim]
+        for _ in range(dims[dim].n):
+            _, rest = ax.cut(rest, 1, node)
+    return [[*dims[:dim], *dims[dim + 1 :]] for _ in range(dims[dim].n)]
+
+
+def cat(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Segments become a dim; the other dims meet."""
+    operands = [ax.of(t) for t in a["tensors"]]
+    operands = [d for d in operands if not (len(d) == 1 and d[0].n == 0)]
+    dim = a.get("dim", 0) % len(node.meta["shape"])
+    out = []
+    for i in range(len(node.meta["shape"])):
+        if i == dim:
+            out.append(S(*(d[i] for d in operands)))
+            continue
+        for other in operands[1:]:
+            ax.unify(operands[0][i], other[i], node)
+        out.append(operands[0][i])
+    return out
+
+
+def stack(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """A new dim with a segment of one index for each operand."""
+    operands = [ax.of(t) for t in a["tensors"]]
+    out = ax.broadcast(node, operands, [t.n for t in operands[0]])
+    dim = a.get("dim", 0) % (len(out) + 1)
+    return [*out[:dim], S(*(V(1) for _ in operands)), *out[dim:]]
+
+
+def pad(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Whole segments before and after; negative padding cuts segments off."""
+    dims = list(ax.of(a["input"]))
+    widths = a["pad"]
+    for j in range(len(widths) // 2):
+        left, right = widths[2 * j], widths[2 * j + 1]
+        i = len(dims) - 1 - j
+        if not left and not right:
+            continue
+        if a.get("mode", "constant") != "constant":
+            ax.block(dims[i], node, f"pad {a['mode']} reads the edge of the dim")
+            dims[i] = V(dims[i].n + left + right)
+            continue
+        term = dims[i]
+        if left < 0:
+            term = ax.cut(term, -left, node)[1]
+        if right < 0:
+            term = ax.cut(term, term.n + right, node)[0]
+        dims[i] = S(V(max(left, 0)), term, V(max(right, 0)))
+    return dims
+
+
+def getitem(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """``x[...]``: slices take segments, integers take one index, tensors look up."""
+    return index(ax, node, ax.of(a["input"]), a["index"], (0, 1), node.meta["shape"])
+
+
+def setitem(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """``x[...] = value``: what is written meets what is there."""
+    dims = index(ax, node, ax.of(a["input"]), a["index"], (0, 1), None)
+    if isinstance(a["value"], fx.Node):
+        value = ax.of(a["value"])
+        for here, there in zip(dims[::-1], value[::-1], strict=False):
+            if here.n == there.n:
+                ax.unify(here, there, node)
+    return dims
+
+
+def select(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """One index of a dim."""
+    dims = list(ax.of(a["input"]))
+    dim = a["dim"] % len(dims)
+    _take(ax, node, dims[dim], a["index"], where(node, ("input", "dim", "index"), "index"))
+    return [*dims[:dim], *dims[dim + 1 :]]
+
+
+def narrow(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """A run of indices of a dim."""
+    names = ("input", "dim", "start", "length")
+    dims = list(ax.of(a["input"]))
+    dim = a["dim"] % len(dims)
+    left, rest = ax.cut(dims[dim], a["start"] % dims[dim].n, node)
+    dims[dim], _ = ax.cut(rest, a["length"], node)
+    ax.site(node, where(node, names, "start"), left)
+    ax.site(node, where(node, names, "length"), dims[dim])
+    return dims
+
+
+def index(ax: Axes, node: fx.Node, dims: Dims, items: Any, path: tuple[Any, ...], shape: Sequence[int] | None) -> Dims:
+    """The dims of ``x[items]``; ``shape`` is the result's, where it is known."""
+    single = not isinstance(items, tuple)
+    items = [items] if single else list(items)
+    paths = [path if single else (*path, i) for i in range(len(items))]
+    if not any(i is ... for i in items):
+        items, paths = [*items, ...], [*paths, ()]
+    used = sum(_index_dims(i) for i in items)
+    out: Dims = []
+    looked_up: list[Dims] = []
+    place: int | None = None
+    d = 0
+    for item, at in zip(items, paths, strict=True):
+        if item is ...:
+            out += dims[d : d + len(dims) - used]
+            d += len(dims) - used
+        elif item is None:
+            out.append(V(1))
+        elif isinstance(item, bool):
+            raise ValueError("an index that is a bool")
+        elif isinstance(item, int):
+            _take(ax, node, dims[d], item, at)
+            d += 1
+        elif isinstance(item, slice):
+            out.append(_slice(ax, node, dims[d], item, at))
+            d += 1
+        else:
+            n = _index_dims(item)
+            ax.block(dims[d : d + n], node, "indexed by data")
+            mask = isinstance(item, fx.Node) and item.meta["val"].dtype == torch.bool
+            terms = ax.of(item) if isinstance(item, fx.Node) else [V(len(item))]
+            if mask:
+                ax.block(terms, node, "a boolean mask picks by data")
+                terms = [V(-1)]
+            if place is None:
+                place = len(out)
+            elif looked_up and len(out) != place:
+                place = 0
+            looked_up.append(terms)
+            d += n
+    if looked_up:
+        out[place:place] = _looked_up(ax, node, looked_up, place, len(out), shape)
+    return out
+
+
+def _looked_up(ax: Axes, node: fx.Node, terms: list[Dims], place: int | None, others: int, shape: Sequence[int] | None) -> Dims:
+    if any(t.n == -1 for d in terms for t in d):
+        count = 1 if shape is None else len(shape) - others
+        return [V(-1 if shape is None else shape[(place or 0) + i]) for i in range(count)]
+    rank = max(map(len, terms))
+    sizes = [max(d[-i].n for d in terms if len(d) >= i) for i in range(rank, 0, -1)]
+    return ax.broadcast(node, terms, sizes)
+
+
+def _index_dims(item: Any) -> int:
+    if item is None or item is ...:
+        return 0
+    if isinstance(item, fx.Node) and item.meta["val"].dtype == torch.bool:
+        return len(item.meta["shape"])
+    return 1
+
+
+def _take(ax: Axes, node: fx.Node, term: Term, position: int, path: tuple[Any, ...]) -> None:
+    left, rest = ax.cut(term, position % term.n, node)
+    ax.cut(rest, 1, node)
+    if position > 0:
+        ax.site(node, path, left)
+
+
+def _slice(ax: Axes, node: fx.Node, term: Term, item: slice, path: tuple[Any, ...]) -> Term:
+    if any(isinstance(v, fx.Node) for v in (item.start, item.stop, item.step)):
+        ax.block(term, node, "sliced by data")
+        raise ValueError("a slice that depends on data")
+    start, stop, step = item.indices(term.n)
+    if step != 1:
+        return _strided(ax, node, term, start, stop, step)
+    left, rest = ax.cut(term, start, node)
+    middle, right = ax.cut(rest, max(0, stop - start), node)
+    if item.start is not None and item.start != 0:
+        ax.site(node, (*path, "start"), left if item.start > 0 else S(middle, right), 1 if item.start > 0 else -1)
+    if item.stop is not None and item.stop < 0:
+        ax.site(node, (*path, "stop"), right, -1)
+    elif item.stop is not None and item.stop <= term.n:
+        ax.site(node, (*path, "stop"), S(left, middle))
+    return middle
+
+
+def _strided(ax: Axes, node: fx.Node, term: Term, start: int, stop: int, step: int) -> Term:
+    """``x[start::step]``: the stride is an inner factor of which one index is taken."""
+    if step > 0 and term.n % step == 0 and stop == term.n and start < step:
+        outer, inner = V(term.n // step), V(step)
+        ax.unify(term, P(outer, inner), node)
+        ax.block(inner, node, "a strided slice takes one index in each stride")
+        return outer
+    ax.block(term, node, "a strided slice")
+    return V(len(range(start, stop, step)))
+
+
+def glu(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """Two halves of a dim meet."""
+    dims = list(ax.of(a["input"]))
+    dim = a.get("dim", -1)
+    left, right = ax.cut(dims[dim], dims[dim].n // 2, node)
+    ax.unify(left, right, node)
+    dims[dim] = left
+    return dims
+
+
+def meshgrid(ax: Axes, node: fx.Node, a: Bound) -> list[Dims]:
+    """A dim for each operand."""
+    operands = node.args[0] if isinstance(node.args[0], tuple | list) else node.args
+    dims = [ax.of(t)[0] if ax.of(t) else V(1) for t in operands]
+    if node.kwargs.get("indexing", "ij") == "xy":
+        dims[:2] = dims[1::-1]
+    return [dims for _ in operands]
+
+
+def view_as_complex(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """The last dim of two becomes the number."""
+    ax.block(ax.of(a["input"])[-1], node, "the two parts of a complex number")
+    return ax.of(a["input"])[:-1]
+
+
+def view_as_real(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """The number becomes a last dim of two."""
+    return [*ax.of(a["input"]), V(2)]
+
+
+def _as_list(value: Any) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _varargs(node: fx.Node, first: int, *names: str) -> list[Any]:
+    """The integers of ``f(x, 1, 2, 3)`` or ``f(x, (1, 2, 3))`` or ``f(x, dims=(1, 2, 3))``."""
+    for name in names:
+        if name in node.kwargs:
+            return _as_list(node.kwargs[name])
+    rest = node.args[first:]
+    return list(rest[0]) if rest and isinstance(rest[0], tuple | list) else list(rest)
+
+
+def _sizes(node: fx.Node, first: int, *names: str) -> tuple[list[tuple[Any, ...]], list[int]]:
+    """Paths and values of those integers."""
+    values = _varargs(node, first, *names)
+    for name in names:
+        if name in node.kwargs:
+            return [(1, name, i) for i in range(len(values))], values
+    nested = len(node.args) > first and isinstance(node.args[first], tuple | list)
+    return [(0, first, i) if nested else (0, first + i) for i in range(len(values))], values
+
+
+def _rules(table: dict[Any, tuple[str, str]]) -> dict[str, Rule]:
+    out = {}
+    for function, (names, args) in table.items():
+        operands = args.split()
+        linear = frozenset() if function in (cat, stack, setitem, glu) else frozenset({"input"})
+        joint = frozenset({"tensors"}) if function in (cat, stack) else frozenset({"input", "value"}) if function is setitem else frozenset()
+        for name in names.split():
+            out[name] = Rule(function, tuple(operands), linear, joint)
+    return out
+
+
+RULES: dict[str, Rule] = _rules(
+    {
+        reshape: ("view reshape flatten squeeze unsqueeze view_as reshape_as _unsafe_view ravel", "input"),
+        unflatten: ("unflatten", "input dim sizes"),
+        transpose: ("transpose swapaxes swapdims", "input dim0 dim1"),
+        matrix_transpose: (".T t .mT adjoint .H", "input"),
+        permute: ("permute", "input"),
+        movedim: ("movedim moveaxis", "input source destination"),
+        expand: ("expand broadcast_to", "input"),
+        expand_as: ("expand_as", "input other"),
+        repeat: ("repeat tile", "input"),
+        repeat_interleave: ("repeat_interleave", "input repeats dim"),
+        split: ("split split_with_sizes chunk tensor_split unsafe_chunk unsafe_split", "input sizes dim"),
+        unbind: ("unbind", "input dim"),
+        cat: ("cat concat concatenate", "tensors dim"),
+        stack: ("stack", "tensors dim"),
+        pad: ("pad constant_pad_nd _pad", "input pad mode value"),
+        getitem: ("__getitem__", "input index"),
+        setitem: ("__setitem__", "input index value"),
+        select: ("select", "input dim index"),
+        narrow: ("narrow", "input dim start length"),
+        glu: ("glu", "input dim"),
+        meshgrid: ("meshgrid", "tensors"),
+        view_as_complex: ("view_as_complex", "input"),
+        view_as_real: ("view_as_real", "input"),
+    }
+)

@@ -1,0 +1,157 @@
+"""Integers that remember where they came from, so that a size in the graph names the attribute to divide.
+
+While a forward is captured, the integer attributes of its modules (and of the plain objects they hold, such as
+configs) are replaced by :class:`Int`.  It behaves as the int it is; arithmetic on it builds an expression.  A size
+argument made from one then says ``view(b, t, num_heads, hidden // num_heads)`` rather than ``view(2, 13, 8, 6)``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+Expression = Any
+"""An int; an Attribute; ``("dim", node, index)``; or ``(function, left, right)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """``owner.name``, where ``owner`` is the id of a module or of an object modules hold; ``item`` for sequences."""
+
+    owner: int
+    name: str
+    item: int | None = None
+
+
+class Int(int):
+    """An int with the expression that made it.  ``formulas`` collects expressions that fed a non-integer formula."""
+
+    expression: Expression
+    formulas: list[Expression]
+
+    def __new__(cls, value: int, expression: Expression, formulas: list[Expression]) -> Int:
+        self = int.__new__(cls, value)
+        self.expression = expression
+        self.formulas = formulas
+        return self
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+    def __deepcopy__(self, memo: Any) -> int:
+        return int(self)
+
+    def __copy__(self) -> int:
+        return int(self)
+
+    def __float__(self) -> float:
+        self.formulas.append(self.expression)
+        return float(int(self))
+
+    def __truediv__(self, other: Any) -> Any:
+        self.formulas.append(self.expression)
+        return int(self) / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        self.formulas.append(self.expression)
+        return other / int(self)
+
+    def __pow__(self, other: Any, mod: Any = None) -> Any:
+        self.formulas.append(self.expression)
+        return pow(int(self), other, mod)
+
+    def __rpow__(self, other: Any, mod: Any = None) -> Any:
+        self.formulas.append(self.expression)
+        return pow(other, int(self), mod)
+
+
+def expression(value: int) -> Expression:
+    """How ``value`` was made; a plain int is a literal."""
+    return value.expression if isinstance(value, Int) else int(value)
+
+
+def _arithmetic(function: Callable[[int, int], int]) -> tuple[Any, Any]:
+    def forward(self: Int, other: Any) -> Any:
+        if type(other) is not int and type(other) is not Int:
+            return function(int(self), other)
+        return Int(function(int(self), int(other)), (function, self.expression, expression(other)), self.formulas)
+
+    def reverse(self: Int, other: Any) -> Any:
+        if type(other) is not int:
+            return function(other, int(self))
+        return Int(function(other, int(self)), (function, other, self.expression), self.formulas)
+
+    return forward, reverse
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    _forward, _reverse = _arithmetic(getattr(operator, _name))
+    setattr(Int, f"__{_name}__", _forward)
+    setattr(Int, f"__r{_name}__", _reverse)
+
+
+def attributes(expr: Expression) -> set[Attribute]:
+    """The attributes an expression is made from."""
+    if isinstance(expr, Attribute):
+        return {expr}
+    if isinstance(expr, tuple) and expr[0] != "dim":
+        return attributes(expr[1]) | attributes(expr[2])
+    return set()
+
+
+def evaluate(expr: Expression, value: Callable[[Attribute], int], dim: Callable[[Any, int], int]) -> int:
+    """The expression's value under other attribute values and other dims."""
+    if isinstance(expr, int):
+        return expr
+    if isinstance(expr, Attribute):
+        return value(expr)
+    if expr[0] == "dim":
+        return dim(expr[1], expr[2])
+    return expr[0](evaluate(expr[1], value, dim), evaluate(expr[2], value, dim))  # type: ignore[no-any-return]
+
+
+def held_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """``(attribute, object)`` for the plain objects a module holds: configs and the like."""
+    for name, value in vars(module).items():
+        kind = type(value)
+        if name.startswith("_") or isinstance(value, nn.Module | type) or kind.__module__.split(".")[0] in ("torch", "builtins"):
+            continue
+        if hasattr(value, "__dict__") and not callable(value):
+            yield name, value
+
+
+@contextmanager
+def remembering(module: nn.Module, formulas: list[Expression]) -> Iterator[dict[int, Any]]:
+    """Replace integer attributes by :class:`Int` for the duration; yields id -> owner."""
+    owners: dict[int, Any] = {id(m): m for m in module.modules()}
+    for m in list(module.modules()):
+        for _, value in held_objects(m):
+            owners.setdefault(id(value), value)
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    for key, owner in owners.items():
+        space = vars(owner)
+        for name, value in list(space.items()):
+            wrapped = _wrap(value, key, name, formulas)
+            if wrapped is not value:
+                undo.append((space, name, value))
+                space[name] = wrapped
+    try:
+        yield owners
+    finally:
+        for space, name, value in undo:
+            space[name] = value
+
+
+def _wrap(value: Any, owner: int, name: str, formulas: list[Expression]) -> Any:
+    if type(value) is int and value > 1:
+        return Int(value, Attribute(owner, name), formulas)
+    if type(value) in (tuple, list) and value and all(type(v) is int for v in value):
+        return type(value)(
+            Int(v, Attribute(owner, name, i), formulas) if v > 1 else v for i, v in enumerate(value)
+        )
+    return value
