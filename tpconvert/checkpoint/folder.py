@@ -297,7 +297,7 @@ def _lock(fd: int) -> bool:
 
 
 def _replace(new: Path, old: Path) -> None:
-    """Swap two folders, in one step where the system can, so that there is never none; the old one is then at ``new``."""
+    """Swap two folders, in one step where the system can: the old one is then at ``new``, and there is never none."""
     libc = ctypes.CDLL(None, use_errno=True)
     swap = getattr(libc, "renameat2", None)
     if swap is not None and swap(-100, os.fsencode(new), -100, os.fsencode(old), _EXCHANGE) == 0:

@@ -33,7 +33,7 @@ from tpconvert.checkpoint.folder import (
 from tpconvert.checkpoint.pieces import first_holders
 from tpconvert.checkpoint.store import INDEX
 from tpconvert.checkpoint.tensorfile import dtype_name, hash_file, make_header, parse_header
-from tpconvert.checkpoint.weights import Weights
+from tpconvert.checkpoint.weights import Weights, tie
 from tpconvert.checkpoint.write import (
     MAX_FILE,
     Progress,
@@ -63,9 +63,10 @@ def shard(
     max_file: int = MAX_FILE,
 ) -> Manifest:
     """Write OUT: one folder of safetensors a rank, plan.json, the source's other files, and manifest.json last."""
+    source = tie(source, {v.name: v.tied_to for v in plan.verdicts if v.tied_to and v.persistent})
     entries = plan_entries(source, plan)
     original = source.original()
-    made = Manifest(tp=plan.tp, tensors=entries, tied=_tied(source, plan), original=original, source=source.source)
+    made = Manifest(tp=plan.tp, tensors=entries, tied=source.tied, original=original, source=source.source)
     targets = rank_targets(entries, {n: source.recipes[n] for n in entries}, plan.tp, max_file=max_file)
     if original.extra:
         targets.append(_extra_target({n: source.store.info(n) for n in original.extra}, plan.tp))
@@ -180,8 +181,7 @@ def load_rank(
 
 def plan_entries(source: Weights, plan: Plan) -> dict[str, Entry]:
     """What is stored for each module tensor: the source's shape and dtype, the plan's layout."""
-    wanted = {v.name: v for v in plan.verdicts if v.persistent and source.tied.get(v.name, v.name) == v.name}
-    wanted = {name: v for name, v in wanted.items() if not v.tied_to or v.name in source.recipes}
+    wanted = {v.name: v for v in plan.verdicts if v.persistent and v.name not in source.tied}
     if missing := [name for name in wanted if name not in source.recipes]:
         raise CheckpointError(
             f"The source lacks {_some(missing)}, which the plan names.", hint="Is it the plan of another model or task?"
@@ -292,12 +292,6 @@ def _leaf(held: RankFolder) -> Leaf:
         return held.tensor(int(rank), group, name)
 
     return leaf
-
-
-def _tied(source: Weights, plan: Plan) -> dict[str, str]:
-    planned = {v.name: v.tied_to for v in plan.verdicts if v.tied_to and v.persistent}
-    planned = {name: first for name, first in planned.items() if name not in source.recipes}
-    return {name: source.tied.get(first, first) for name, first in (planned | source.tied).items()}
 
 
 def _write_indexes(folder: Path, targets: Sequence[Target]) -> dict[str, File]:

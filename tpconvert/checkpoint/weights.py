@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpconvert.checkpoint.compose import Box, compose, full
+from tpconvert.checkpoint.pieces import same_bytes
 from tpconvert.checkpoint.store import Store, open_store, other_files
 from tpconvert.checkpoint.tensorfile import dtype_name
 from tpconvert.errors import CheckpointError
@@ -92,27 +93,66 @@ class Weights:
         return self.recipes[name]
 
 
+def tie(weights: Weights, ties: Mapping[str, str]) -> Weights:
+    """The same weights where ``ties`` (later name -> first name) are one tensor, kept under its first name.
+
+    A source may store any of the names, or several; several must hold the same bytes.
+    """
+    recipes, again, tied = dict(weights.recipes), dict(weights.again), dict(weights.tied)
+    for name, first in ties.items():
+        first = tied.get(first, first)
+        tied[name] = first
+        if name not in recipes:
+            continue
+        recipe = recipes.pop(name)
+        if first not in recipes:
+            recipes[first] = recipe
+            continue
+        if not same_bytes(weights.read(name), weights.read(first)):
+            raise CheckpointError(
+                f"{name} and {first} are one tensor in the module, but the source stores two with other values.",
+                hint="Set tie_word_embeddings to false in its config, or remove the one that is not meant.",
+            )
+        if not isinstance(recipe, Take):
+            raise CheckpointError(f"{name} is tied to {first}, but stored in parts; this is not supported.")
+        again[recipe.name] = first
+    return Weights(weights.store, recipes, tied=tied, again=again, source=weights.source)
+
+
+def ties_of(module: nn.Module) -> dict[str, str]:
+    """Later names of the module's parameters and buffers -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    out = {}
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        if first.setdefault(id(tensor), name) != name:
+            out[name] = first[id(tensor)]
+    return out
+
+
 def plain_weights(store: Store, *, prefix: str = "", tied: Mapping[str, str] | None = None, **source: Any) -> Weights:
     """The weights of a module whose names are the stored ones, after ``prefix``."""
-    recipes = {
-        name.removeprefix(prefix): Take(name, store.info(name)[0]) for name in store.names() if name.startswith(prefix)
-    }
-    tied = dict(tied or {})
-    again = {prefix + name: first for name, first in tied.items() if name in recipes and first in recipes}
-    for name in [n for n in tied if n in recipes]:
-        recipe = recipes.pop(name)
-        recipes.setdefault(tied[name], recipe)
-    return Weights(store, recipes, tied=tied, again=again, source=source)
+    names = (name for name in store.names() if name.startswith(prefix))
+    recipes = {name.removeprefix(prefix): Take(name, store.info(name)[0]) for name in names}
+    return tie(Weights(store, recipes, source=source), tied or {})
 
 
-def open_weights(path: Path, *, tied: Mapping[str, str] | None = None) -> Weights:
-    """The plain weights of a file or folder."""
+def file_weights(path: Path, *, tied: Mapping[str, str] | None = None) -> Weights:
+    """The weights of a file or folder whose names are the module's."""
     return plain_weights(open_store(path), tied=tied, name=str(path))
 
 
-def weights_of(tensors: Mapping[str, Tensor], *, tied: Mapping[str, str] | None = None) -> Weights:
+def tensor_weights(tensors: Mapping[str, Tensor], *, tied: Mapping[str, str] | None = None) -> Weights:
     """The weights of tensors in memory, which a merge writes as one ``model.safetensors``."""
     return plain_weights(Store({"model.safetensors": dict(tensors)}), tied=tied)
+
+
+def module_weights(module: nn.Module) -> Weights:
+    """The weights that a module holds now: its state dict."""
+    tensors = {name: value.detach() for name, value in module.state_dict(keep_vars=True).items()}
+    ties = {name: first for name, first in ties_of(module).items() if name in tensors}
+    kept = {name: value for name, value in tensors.items() if name not in ties}
+    return tensor_weights(kept, tied=ties)
 
 
 def _place(name: str) -> str:

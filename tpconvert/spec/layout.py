@@ -51,7 +51,9 @@ class Block:
     def from_json(cls, data: Sequence[Any]) -> Block:
         """The inverse of :meth:`to_json`."""
         count, unit = data
-        return cls(int(count), unit if isinstance(unit, int) else tuple(map(cls.from_json, unit)))
+        if type(count) is not int or count < 0 or (isinstance(unit, int) and (type(unit) is not int or unit < 0)):
+            raise ValueError(f"{data!r} is no block of units")
+        return cls(count, unit if isinstance(unit, int) else tuple(map(cls.from_json, unit)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,12 @@ class Layout:
     def cut(self) -> bool:
         """Whether ranks hold parts rather than everything."""
         return self.dim is not None
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether the blocks make up exactly the dim of a tensor of ``shape``."""
+        if self.dim is None:
+            return True
+        return 0 <= self.dim < len(shape) and sum(block.size for block in self.blocks) == shape[self.dim]
 
     def pieces(self, rank: int, degree: int) -> list[Piece]:
         """The ranges of the whole dim that ``rank`` of ``degree`` holds, in the order it holds them.
@@ -85,7 +93,7 @@ class Layout:
         return tuple(self.local_size(rank, degree) if i == self.dim else n for i, n in enumerate(shape))
 
     def shared(self, rank: int, degree: int) -> list[tuple[Piece, tuple[int, ...]]]:
-        """``(local range, ranks)`` for each run of local rows that other ranks hold too; ``ranks`` includes this one."""
+        """``(local range, ranks)`` for each run of local rows that other ranks hold too; ``ranks`` has this one too."""
         return _runs(self.blocks, rank, degree)
 
     def to_json(self) -> dict[str, Any]:
@@ -114,7 +122,7 @@ def share(count: int, rank: int, degree: int) -> Piece:
 def deal(blocks: Sequence[Block], rank: int, degree: int, start: int = 0) -> Iterator[Piece]:
     """The pieces of a row of blocks that begins at ``start``, unmerged."""
     for block in blocks:
-        if block.count >= degree:
+        if block.count >= degree or not block.count:
             first, last = share(block.count, rank, degree)
             yield start + first * block.rows, start + last * block.rows
         else:
@@ -147,7 +155,7 @@ def merge_pieces(pieces: Iterator[Piece]) -> list[Piece]:
 
 def _shared_unit(block: Block, rank: int, degree: int) -> tuple[int, int]:
     """``(unit of this rank, ranks that share it)`` for a block with fewer units than ranks."""
-    if block.count == 0 or degree % block.count:
+    if degree % block.count:
         raise PlanError(
             f"{block.count} units cannot be shared by {degree} ranks ({degree} % {block.count} is not 0).",
             hint=f"Use a degree up to {block.count}, or a multiple of it.",
@@ -175,7 +183,7 @@ def _rows_with_owners(
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """``(rows, global ranks that hold exactly these rows)`` of each run of the local tensor."""
     for block in blocks:
-        if block.count >= degree:
+        if block.count >= degree or not block.count:
             first, last = share(block.count, rank, degree)
             yield (last - first) * block.rows, (ranks[rank],)
             continue

@@ -179,12 +179,8 @@ def _entry(data: Mapping[str, Any]) -> Entry:
     if not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"the shape {data['shape']!r}")
     layout = Layout.from_json(data.get("layout", {}))
-    if layout.dim is not None:
-        if not 0 <= layout.dim < len(shape):
-            raise ValueError(f"a layout along dim {layout.dim} of the shape {list(shape)}")
-        size = sum(block.size for block in layout.blocks)
-        if size != shape[layout.dim] or any(block.size < 0 or block.count < 0 for block in layout.blocks):
-            raise ValueError(f"a layout of {size} rows for the shape {list(shape)}")
+    if not layout.fits(shape):
+        raise ValueError(f"the layout {layout.to_json()} for the shape {list(shape)}")
     return Entry(shape, str(data["dtype"]), layout)
 
 

@@ -13,9 +13,10 @@ It is JSON that a person can read, diff and edit.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_args
 
 from tpconvert.errors import PlanError
 from tpconvert.spec.layout import Block, Layout
@@ -143,12 +144,22 @@ class Plan:
     """Guesses and warnings, in words."""
     source: dict[str, Any] = field(default_factory=dict)
     """What was planned: its name, class, input shapes, versions."""
+    _by_name: dict[str, Verdict] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_name = {v.name: v for v in self.verdicts}
+        if len(by_name) < len(self.verdicts):
+            twice = Counter(v.name for v in self.verdicts).most_common(1)[0][0]
+            raise PlanError(f"The plan has two verdicts for {twice}.")
+        object.__setattr__(self, "_by_name", by_name)
 
     def __getitem__(self, name: str) -> Verdict:
-        for verdict in self.verdicts:
-            if verdict.name == name:
-                return verdict
-        raise PlanError(f"The plan has no parameter or buffer named {name}.")
+        if name not in self._by_name:
+            raise PlanError(f"The plan has no parameter or buffer named {name}.")
+        return self._by_name[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
 
     def layouts(self) -> dict[str, Layout]:
         """Name -> layout of every parameter and buffer."""
@@ -156,7 +167,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data; defaults are left out."""
-        return {"format": FORMAT} | _plain(self)
+        data: dict[str, Any] = _plain(self)
+        return {"format": FORMAT} | data
 
     def dumps(self) -> str:
         """The text of ``plan.json``: one line an entry."""
@@ -165,13 +177,14 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """The inverse of :meth:`to_json`."""
-        if data.get("format") != FORMAT:
-            raise PlanError(f"This plan has format {data.get('format')!r}; this version of tpconvert reads format {FORMAT}.")
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, Mapping) else None
+            raise PlanError(f"This plan has format {found!r}; this version of tpconvert reads format {FORMAT}.")
         try:
             return cls(
-                tp=int(data["tp"]),
-                verdicts=tuple(_read(Verdict, v) for v in data["verdicts"]),
-                boundaries=tuple(_read(Boundary, b) for b in data.get("boundaries", ())),
+                tp=_degree(data["tp"]),
+                verdicts=tuple(_read_verdict(v) for v in data["verdicts"]),
+                boundaries=tuple(_read_boundary(b) for b in data.get("boundaries", ())),
                 edits=tuple(_read(Edit, e) for e in data.get("edits", ())),
                 rewrites=tuple(_read(Rewrite, r) for r in data.get("rewrites", ())),
                 axes=tuple(_read(Axis, a) for a in data.get("axes", ())),
@@ -195,13 +208,9 @@ def _plain(item: Any) -> Any:
     """A dataclass as JSON data, without the fields that hold their default."""
     if isinstance(item, Block | Layout):
         return item.to_json()
-    if hasattr(item, "__dataclass_fields__"):
-        out = {}
-        for f in fields(item):
-            value = _plain(getattr(item, f.name))
-            if f.name == "layout" or f.default is f.default_factory or value not in (_plain(f.default), [], {}):
-                out[f.name] = value
-        return out
+    if is_dataclass(item):
+        values = ((f, getattr(item, f.name)) for f in fields(item) if f.init)
+        return {f.name: _plain(value) for f, value in values if value != _default(f)}
     if isinstance(item, dict):
         return {k: _plain(v) for k, v in item.items()}
     if isinstance(item, tuple | list):
@@ -209,17 +218,35 @@ def _plain(item: Any) -> Any:
     return item
 
 
+def _default(f: Field[Any]) -> Any:
+    """The default of a field, or a value equal to nothing."""
+    return f.default if isinstance(f.default_factory, type(MISSING)) else f.default_factory()
+
+
 def _blocks(data: Iterable[Any]) -> tuple[Block, ...]:
     return tuple(map(Block.from_json, data))
+
+
+def _ints(data: Iterable[Any]) -> tuple[int, ...]:
+    out = tuple(data)
+    if not all(type(n) is int for n in out):
+        raise ValueError(f"{list(out)!r} are no whole numbers")
+    return out
+
+
+def _degree(tp: Any) -> int:
+    if type(tp) is not int or tp < 1:
+        raise ValueError(f"tp is {tp!r}")
+    return tp
 
 
 _READERS = {
     "layout": Layout.from_json,
     "blocks": _blocks,
     "per": _blocks,
-    "shape": tuple,
+    "shape": _ints,
     "slots": tuple,
-    "span": tuple,
+    "span": _ints,
     "parameters": tuple,
     "nodes": tuple,
 }
@@ -230,6 +257,23 @@ def _read(kind: Any, data: Mapping[str, Any]) -> Any:
     if unknown:
         raise PlanError(f"The plan has an unknown key {sorted(unknown)[0]!r} in a {kind.__name__.lower()}.")
     return kind(**{k: _READERS[k](v) if k in _READERS else v for k, v in data.items()})
+
+
+def _read_verdict(data: Mapping[str, Any]) -> Verdict:
+    verdict: Verdict = _read(Verdict, data)
+    if not verdict.layout.fits(verdict.shape):
+        raise PlanError(
+            f"{verdict.name}: the layout {verdict.layout.to_json()} does not fit its shape {list(verdict.shape)}."
+        )
+    return verdict
+
+
+def _read_boundary(data: Mapping[str, Any]) -> Boundary:
+    boundary: Boundary = _read(Boundary, data)
+    for value, allowed in ((boundary.kind, get_args(Kind)), (boundary.side, get_args(Side))):
+        if value not in allowed:
+            raise PlanError(f"The plan has a boundary {value!r} at {boundary.module}, not one of {', '.join(allowed)}.")
+    return boundary
 
 
 def _dumps(data: dict[str, Any]) -> str:
