@@ -11,7 +11,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -230,6 +230,13 @@ def check_file(folder: Path, held: Manifest, name: str) -> list[str]:
     if hash_file(path).sha256 != listed.sha256:
         return [f"{name}: its sha256 is not the one written: a byte has changed."]
     return []
+
+
+def raise_fault(held: RankFolder, names: Iterable[str]) -> None:
+    """Raise for the first of the named files that is not as it was written."""
+    for name in names:
+        for fault in check_file(held.path, held.manifest, name):
+            raise CheckpointError(f"{held.path}: {fault}", hint="Restore the file, or make the folder again.")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ Each file to write is a list of recipes over files that are there, found by subs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +24,8 @@ from tpconvert.checkpoint.folder import (
     NewFolder,
     RankFolder,
     absolute,
-    check_file,
+    raise_fault,
     rank_folder,
-    read_manifest,
     read_plan,
     write_text,
 )
@@ -48,7 +47,7 @@ from tpconvert.errors import CheckpointError, PlanError
 from tpconvert.spec import manifest
 from tpconvert.spec.manifest import Entry, File, Manifest
 from tpconvert.spec.plan import Plan
-from tpconvert.spec.recipe import Join, Narrow, Recipe, Shape, Take, local_recipe, substitute
+from tpconvert.spec.recipe import Join, Narrow, Recipe, Shape, Take, substitute
 
 _AT = "\0"
 
@@ -77,7 +76,7 @@ def shard(
         files |= _write_indexes(new.path, targets)
         if root is not None:
             copy_files((root / path, new.path / at) for path, at in original.copied.items())
-        return _finish(new, made, plan, files)
+        return _finish(new, made, plan, files, original.copied.values())
 
 
 def merge(
@@ -89,7 +88,7 @@ def merge(
     """
     held = _open(folder, check)
     original = held.manifest.original
-    leaf = _leaf(held)
+    leaf = leaf_of(held)
     targets = []
     for file in original.files:
         header = parse_header(file.header, None, f"{held.path / manifest.NAME}: {file.name}")
@@ -135,48 +134,10 @@ def reshard(
         targets.append(_extra_target({n: (t.shape, t.dtype) for n, t in stored.items()}, tp, _extra_key))
     with NewFolder(out, force=force, keep=(held.path,)) as new:
         new.require(sum(t.header.size for t in targets))
-        files = write_targets(new.path, targets, _leaf(held), release=held.release, progress=progress)
+        files = write_targets(new.path, targets, leaf_of(held), release=held.release, progress=progress)
         files |= _write_indexes(new.path, targets)
         copy_files((held.path / name, new.path / name) for name in carried(old))
-        return _finish(new, replace(old, tp=tp, files={}), replace(plan, tp=tp), files)
-
-
-def load_rank(
-    folder: Path,
-    rank: int,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    check: bool = False,
-    group: str = "",
-) -> dict[str, Tensor]:
-    """The local tensors of one rank by module name, tied names included, each on ``device``.
-
-    ``dtype`` converts floating tensors; ``check`` compares the files with their hashes first; ``group`` reads the
-    optimizer's tensors instead.
-    """
-    held = RankFolder(Path(folder))
-    if not 0 <= rank < held.manifest.tp:
-        raise CheckpointError(
-            f"{folder}: holds {held.manifest.tp} ranks, so there is no rank {rank}.",
-            hint=f"Start {held.manifest.tp} ranks, or reshard it.",
-        )
-    if group and group not in held.manifest.groups:
-        raise CheckpointError(f"{folder}: holds no {group}.")
-    files = held.files(rank, group)
-    if check:
-        _raise_first(held, [file.path.relative_to(held.path).as_posix() for file in files])
-    found: dict[str, Tensor] = {}
-    for file in files:
-        for name in file.header.tensors:
-            tensor = file.tensor(name)
-            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            found[name] = tensor.to(device=device, dtype=wanted)
-    entries = held.manifest.groups[group] if group else held.manifest.tensors
-    if missing := sorted(set(entries) - set(found)):
-        raise CheckpointError(f"{folder}: rank {rank} lacks {_some(missing)}.")
-    tied = {} if group else {name: found[first] for name, first in held.manifest.tied.items()}
-    return {name: found[name] for name in entries} | tied
+        return _finish(new, replace(old, tp=tp), replace(plan, tp=tp), files, carried(old))
 
 
 def plan_entries(source: Weights, plan: Plan) -> dict[str, Entry]:
@@ -227,6 +188,16 @@ def whole_recipe(entry: Entry, name: str, tp: int, group: str = "") -> Recipe:
     return parts[0] if len(parts) == 1 else Join(dim, tuple(parts))
 
 
+def local_of(entry: Entry, whole: Recipe, rank: int, tp: int) -> Recipe:
+    """What one rank holds of a whole tensor."""
+    dim = entry.layout.dim
+    if dim is None:
+        return whole
+    parts = tuple(Narrow(whole, dim, start, stop) for start, stop in entry.layout.pieces(rank, tp))
+    parts = parts or (Narrow(whole, dim, 0, 0),)
+    return parts[0] if len(parts) == 1 else Join(dim, parts)
+
+
 def rank_targets(
     entries: Mapping[str, Entry],
     recipes: Mapping[str, Recipe],
@@ -239,11 +210,9 @@ def rank_targets(
     dtypes = {name: getattr(torch, entry.dtype) for name, entry in entries.items()}
     targets = []
     for rank in range(tp):
-        local = {}
+        local: dict[str, Recipe] = {}
         for name, entry in entries.items():
-            take = Take(name, entry.shape)
-            piece = local_recipe(take, entry.layout.pieces(rank, tp) if entry.layout.cut else (), entry.layout.dim)
-            local[name] = substitute(piece, lambda take: recipes[take.name])
+            local[name] = local_of(entry, recipes[name], rank, tp)
         folder = rank_folder(rank, tp)
         targets += split_targets(folder, group or "model", local, dtypes, rank_metadata(rank, tp), max_file)
     return targets
@@ -259,9 +228,19 @@ def rank_key(rank: int, group: str, name: str) -> str:
     return f"{rank}{_AT}{group}{_AT}{name}"
 
 
+def leaf_of(held: RankFolder) -> Leaf:
+    """Finds the tensors that :func:`rank_key` names."""
+
+    def leaf(key: str) -> Tensor:
+        rank, group, name = key.split(_AT, 2)
+        return held.tensor(int(rank), group, name)
+
+    return leaf
+
+
 def carried(held: Manifest) -> list[str]:
-    """The files that go along unchanged from one folder of rank files to the next, the plan apart."""
-    return list(held.original.copied.values())
+    """The files that belong to no rank and go along unchanged to another degree: the source's, the training state."""
+    return [name for name in held.files if name != PLAN and not name.startswith("rank-")]
 
 
 def _extra_key(name: str) -> str:
@@ -286,14 +265,6 @@ def _stored_recipe(held: RankFolder, name: str) -> Recipe:
     raise CheckpointError(f"{held.path}: the manifest does not say how {name} is made: damaged.")
 
 
-def _leaf(held: RankFolder) -> Leaf:
-    def leaf(key: str) -> Tensor:
-        rank, group, name = key.split(_AT, 2)
-        return held.tensor(int(rank), group, name)
-
-    return leaf
-
-
 def _write_indexes(folder: Path, targets: Sequence[Target]) -> dict[str, File]:
     groups: dict[tuple[str, str], list[Target]] = {}
     for target in targets:
@@ -306,10 +277,9 @@ def _write_indexes(folder: Path, targets: Sequence[Target]) -> dict[str, File]:
     return files
 
 
-def _finish(new: NewFolder, made: Manifest, plan: Plan, files: Mapping[str, File]) -> Manifest:
+def _finish(new: NewFolder, made: Manifest, plan: Plan, files: Mapping[str, File], beside: Iterable[str]) -> Manifest:
     write_text(new.path / PLAN, plan.dumps())
-    small = {path: hash_file(new.path / path) for path in (PLAN, *carried(made))}
-    made = replace(made, files=dict(files) | small)
+    made = replace(made, files=dict(files) | {path: hash_file(new.path / path) for path in (PLAN, *beside)})
     write_text(new.path / manifest.NAME, made.dumps())
     new.commit()
     return made
@@ -318,18 +288,9 @@ def _finish(new: NewFolder, made: Manifest, plan: Plan, files: Mapping[str, File
 def _open(folder: Path, check: bool) -> RankFolder:
     held = RankFolder(absolute(folder))
     if check:
-        _raise_first(held, list(held.manifest.files))
+        raise_fault(held, list(held.manifest.files))
     return held
-
-
-def _raise_first(held: RankFolder, names: Sequence[str]) -> None:
-    for name in names:
-        for fault in check_file(held.path, held.manifest, name):
-            raise CheckpointError(f"{held.path}: {fault}", hint="Restore the file, or make the folder again.")
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-__all__ = ["load_rank", "merge", "read_manifest", "read_plan", "reshard", "shard"]

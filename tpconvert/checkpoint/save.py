@@ -24,7 +24,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tpconvert.checkpoint.folder import EXTRA, PLAN, NewFolder, rank_folder, write_text
-from tpconvert.checkpoint.reshard import carried, rank_metadata
+from tpconvert.checkpoint.reshard import rank_metadata
 from tpconvert.checkpoint.tensorfile import dtype_name, full_disk, hash_file
 from tpconvert.checkpoint.write import MAX_FILE, Target, copy_files, split_targets, write_index_file, write_targets
 from tpconvert.errors import CheckpointError
@@ -49,7 +49,8 @@ def write_rank(
 
     Tied names are given once.  Sizes and hashes are left beside the files for :func:`finish`, which may run elsewhere.
     """
-    where, files = rank_folder(rank, tp), {}
+    where = rank_folder(rank, tp)
+    files: dict[str, File] = {}
     try:
         for group, held in (("", tensors), *(groups or {}).items()):
             local = {name: tensor.detach().cpu() for name, tensor in held.items()}
@@ -68,7 +69,7 @@ def write_rank(
 def carry(base: Path, held: Manifest, folder: Path) -> None:
     """Copy what goes along unchanged from one folder of rank files into an unfinished one."""
     extra = f"{rank_folder(0, held.tp)}/{EXTRA}"
-    names = [*carried(held), *([extra] if extra in held.files else [])]
+    names = [*held.original.copied.values(), *([extra] if extra in held.files else [])]
     copy_files((base / name, folder / name) for name in names)
 
 

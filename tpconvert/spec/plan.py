@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
 
@@ -220,7 +220,7 @@ def _plain(item: Any) -> Any:
 
 def _default(f: Field[Any]) -> Any:
     """The default of a field, or a value equal to nothing."""
-    return f.default if isinstance(f.default_factory, type(MISSING)) else f.default_factory()
+    return f.default if f.default_factory is MISSING else f.default_factory()
 
 
 def _blocks(data: Iterable[Any]) -> tuple[Block, ...]:
@@ -240,7 +240,7 @@ def _degree(tp: Any) -> int:
     return tp
 
 
-_READERS = {
+_READERS: dict[str, Callable[[Any], Any]] = {
     "layout": Layout.from_json,
     "blocks": _blocks,
     "per": _blocks,

@@ -11,7 +11,7 @@ A fused weight made of separate ones, and a separate one cut out of it again::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -229,11 +229,3 @@ def _patch(node: Recipe, uses: dict[Any, list[_Use]], memo: dict[Any, Recipe]) -
         name = node.name if isinstance(node, Take) else "a joined tensor"
         raise CheckpointError(f"Only rows 0:{at} of {node.shape[dim]} of {name} are used, so it cannot be given back.")
     return parts[0] if len(parts) == 1 else Join(dim, tuple(parts))
-
-
-def local_recipe(take: Take, pieces: Sequence[tuple[int, int]], dim: int | None) -> Recipe:
-    """The ``pieces`` of ``dim`` of a tensor, joined: what one rank holds."""
-    if dim is None:
-        return take
-    parts = tuple(Narrow(take, dim, start, stop) for start, stop in pieces) or (Narrow(take, dim, 0, 0),)
-    return parts[0] if len(parts) == 1 else Join(dim, parts)
