@@ -91,10 +91,14 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings(
+        "ignore", message=".*autograd.function.Function.* should not be instantiated"
+    )  # dynamo does
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=90)
     )
     groups = {n: dist.new_group(list(range(n))) for n in range(2, size + 1)}
+    sharers: dict[tuple[int, ...], Any] = {}
     pairs = {
         (tp, dp): [
             [dist.new_group([d * tp + t for t in range(tp)]) for d in range(dp)],
@@ -103,6 +107,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         for tp, dp in [(2, 2), (1, 2), (1, 4)]
         if tp * dp <= size
     }
+    for ranks in [(0, 1), (2, 3)] if size == 4 else []:
+        sharers[ranks] = dist.new_group(ranks)
     pipe.send_bytes(pickle.dumps((True, None)))
     while True:
         try:
@@ -114,20 +120,22 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
             for part in name.split("."):
                 fn = getattr(fn, part)
             torch.manual_seed(0)
-            answer = (True, fn(_mesh(rank, degree, dp, groups, pairs), *args))
+            answer = (True, fn(_mesh(rank, degree, dp, groups, pairs, sharers), *args))
             data = pickle.dumps(answer)
         except BaseException:
             data = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(data)
 
 
-def _mesh(rank: int, degree: int, dp: int, groups: Any, pairs: Any) -> Any:
+def _mesh(rank: int, degree: int, dp: int, groups: Any, pairs: Any, sharers: Any) -> Any:
     import torch
 
     from tpconvert.parallel.mesh import Mesh
 
     if dp == 1:
-        return Mesh(rank, degree, groups[degree] if degree > 1 else None, torch.device("cpu"))
+        mine = {ranks: group for ranks, group in sharers.items() if rank in ranks} if degree == 4 else {}
+        group = groups[degree] if degree > 1 else None
+        return Mesh(rank, degree, group, torch.device("cpu"), subgroups=mine, connected=set(sharers if mine else ()))
     tp_groups, dp_groups = pairs[degree, dp]
     tp_rank, dp_rank = rank % degree, rank // degree
     return Mesh(

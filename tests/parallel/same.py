@@ -62,9 +62,12 @@ def whole_of(name: str, tensor: Tensor, plan: Plan, mesh: Mesh) -> Tensor:
 
 
 def assert_equal(ours: Tensor, whole: Tensor, what: str) -> None:
-    """Fail where the two differ by more than the tolerance, relative to the largest value."""
+    """Fail where the two differ by more than the tolerance, relative to the largest value.
+
+    Some gradients are zero but for rounding (a key's bias under softmax); hence the floor.
+    """
     assert ours.shape == whole.shape, f"{what}: shape {tuple(ours.shape)}, not {tuple(whole.shape)}"
-    worst = ((ours - whole).abs().max() / whole.abs().max().clamp(min=1e-30)).item() if whole.numel() else 0.0
+    worst = ((ours - whole).abs().max() / whole.abs().max().clamp(min=1e-3)).item() if whole.numel() else 0.0
     assert worst < TOLERANCE, f"{what} differs by {worst:.2e}"
 
 

@@ -17,10 +17,10 @@ from tpconvert.spec.plan import Plan
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, mesh: Mesh, plan: Plan, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale the gradients so that the whole model's is at most ``max_norm``; return what it was, the same on every rank.
+    """Scale the gradients so that the whole model's norm is at most ``max_norm``; return what it was.
 
-    Cut parameters are summed over ranks, whole ones counted once, rows that several ranks hold once.  Gradients
-    must have been averaged over dp before.
+    It is the same on every rank: cut parameters are summed over ranks, whole ones and rows that several ranks hold
+    are counted once.  Gradients must have been averaged over dp before.
     """
     norm = grad_norm(module, mesh, plan)
     if error_if_nonfinite and not torch.isfinite(norm):

@@ -19,6 +19,7 @@ from tpconvert.parallel.layers import (
 )
 from tpconvert.parallel.mesh import Mesh
 from tpconvert.parallel.reads import Read, become, chains
+from tpconvert.parallel.rewrite import rewritten_forward
 from tpconvert.spec.layout import Layout, local_size
 from tpconvert.spec.plan import Boundary, Edit, Plan, Verdict
 
@@ -36,13 +37,14 @@ def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, *, gather_output: boo
     cut_tensors(module, plan.verdicts, mesh)
     for edit in plan.edits:
         apply_edit(module, edit, mesh)
-    if plan.rewrites:
-        raise PlanError(f"{plan.rewrites[0].module}: the plan replaces its forward, which is not supported yet.")
     boundaries = list(plan.boundaries)
     if not gather_output:
         left_out = output_gathers(plan)
         boundaries = [b for b in boundaries if b not in left_out]
     boundaries = swap_classes(module, plan, boundaries, mesh)
+    for rewrite in plan.rewrites:
+        part_of_module = module.get_submodule(rewrite.module)
+        become(part_of_module, forward=rewritten_forward(part_of_module, rewrite, mesh))
     add_boundaries(module, boundaries, mesh)
     return module
 
@@ -202,6 +204,7 @@ def swap_classes(root: nn.Module, plan: Plan, boundaries: list[Boundary], mesh: 
     for verdict in plan.verdicts:
         path, _, attribute = verdict.name.rpartition(".")
         of_module.setdefault(path, {})[attribute] = verdict
+    rewritten = {r.module for r in plan.rewrites}
     done: set[int] = set()
     for path, verdicts in of_module.items():
         module = root.get_submodule(path)
@@ -209,7 +212,7 @@ def swap_classes(root: nn.Module, plan: Plan, boundaries: list[Boundary], mesh: 
             continue
         done.add(id(module))
         reduces = _reduces(boundaries, path)
-        layer = _layer_for(module, path, verdicts, bool(reduces))
+        layer = None if path in rewritten else _layer_for(module, path, verdicts, bool(reduces))
         reads = {a: r for a, v in verdicts.items() if (r := _read_for(v, mesh)) is not None}
         if layer in (RowParallelLinear, VocabParallelEmbedding):
             boundaries = [b for b in boundaries if not any(b is r for r in reduces)]

@@ -34,8 +34,12 @@ class Mesh:
     dp_rank: int = 0
     dp_degree: int = 1
     dp_group: dist.ProcessGroup | None = None
+    tp_groups: tuple[Ranks, ...] = ()
+    """World ranks of the tp group of each dp rank."""
     subgroups: dict[Ranks, dist.ProcessGroup] = field(default_factory=dict, repr=False)
-    """Groups of the tp ranks that share a piece, filled by :meth:`connect`."""
+    """The groups of tp ranks that share a piece with this one, made by :meth:`connect`."""
+    connected: set[Ranks] = field(default_factory=set, repr=False)
+    """All sets of tp ranks that have such a group."""
 
     @property
     def dry(self) -> bool:
@@ -53,28 +57,34 @@ class Mesh:
         return self.subgroups[ranks]
 
     def connect(self, layouts: Iterable[Layout]) -> None:
-        """Make the groups of ranks that share pieces of ``layouts``; every tp rank must call it alike."""
+        """Make the groups of ranks that share pieces of ``layouts``; every rank of the mesh must call it alike."""
         if self.group is None:
             return
         wanted = {
             ranks
-            for layout in layouts
+            for layout in set(layouts)
             for rank in range(self.degree)
             for _, ranks in layout.shared(rank, self.degree)
             if len(ranks) < self.degree
         }
-        world = dist.get_process_group_ranks(self.group)
-        for ranks in sorted(
-            wanted - set(self.subgroups)
-        ):  # the same order everywhere, so that no two ranks wait for each other
-            if self.rank in ranks:
-                self.subgroups[ranks] = dist.new_group([world[r] for r in ranks], use_local_synchronization=True)
+        wanted -= self.connected
+        self.connected.update(wanted)
+        self._make(wanted)
+
+    def _make(self, wanted: Iterable[Ranks]) -> None:
+        # All ranks make all groups in one order: torch names a group by counting, so one rank that makes fewer
+        # would wait under another name (and names it by hash of a count with use_local_synchronization).
+        for ranks in sorted(wanted):
+            for dp_rank, world in enumerate(self.tp_groups):
+                group = dist.new_group([world[r] for r in ranks])
+                if dp_rank == self.dp_rank and self.rank in ranks:
+                    self.subgroups[ranks] = group
 
     def __deepcopy__(self, memo: Any) -> Mesh:
         return self  # a copy of a module talks to the same ranks
 
     def __reduce__(self) -> Any:
-        return _restore, (self.rank, self.degree, str(self.device), tuple(self.subgroups))
+        return _restore, (self.rank, self.degree, str(self.device), tuple(self.connected))
 
 
 def make_mesh(tp: int, *, device: torch.device | str = "cpu") -> Mesh:
@@ -101,6 +111,7 @@ def make_mesh(tp: int, *, device: torch.device | str = "cpu") -> Mesh:
         dp_rank=axes.get_local_rank("dp"),
         dp_degree=world // tp,
         dp_group=axes.get_group("dp") if world > tp else None,
+        tp_groups=tuple(tuple(range(d * tp, (d + 1) * tp)) for d in range(world // tp)),
     )
 
 
@@ -109,12 +120,11 @@ def dry_mesh(rank: int, degree: int, *, device: torch.device | str = "meta") -> 
     return Mesh(rank, degree, None, torch.device(device))
 
 
-def _restore(rank: int, degree: int, device: str, subgroups: tuple[Ranks, ...]) -> Mesh:
+def _restore(rank: int, degree: int, device: str, connected: tuple[Ranks, ...]) -> Mesh:
     """A pickled mesh: connected anew where ``torch.distributed`` runs, dry elsewhere."""
     if degree == 1 or not dist.is_initialized():
         return Mesh(rank, degree, None, torch.device(device))
     mesh = make_mesh(degree, device=device)
-    world = dist.get_process_group_ranks(mesh.group)
-    for ranks in sorted(subgroups):
-        mesh.subgroups[ranks] = dist.new_group([world[r] for r in ranks], use_local_synchronization=True)
+    mesh.connected.update(connected)
+    mesh._make(connected)
     return mesh

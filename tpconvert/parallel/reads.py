@@ -8,9 +8,9 @@ the way.  A property of that name is, so the forward reads through it, while ``s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,32 +36,54 @@ class Read:
         return once(tensor, self.mesh) if self.once else tensor
 
 
-def become(module: nn.Module, layer: type[nn.Module] | None, reads: Mapping[str, Read]) -> None:
-    """Change the module's class: ``layer`` takes the place of its torch base, ``reads`` become properties."""
-    user = type(module)
-    if layer is not None and not reads and user in layer.__mro__:
+def become(
+    module: nn.Module,
+    layer: type[nn.Module] | None = None,
+    reads: Mapping[str, Read] | None = None,
+    forward: Callable[..., Any] | None = None,
+) -> None:
+    """Change the module's class.
+
+    ``layer`` takes the place of its torch base, ``reads`` become properties, ``forward(module, args, kwargs)``
+    takes the place of its forward.
+    """
+    user, old_layer, old_names, _ = getattr(type(module), "_tp_made_of", (type(module), None, (), False))
+    layer = layer or old_layer
+    if layer is not None and not reads and forward is None and user in layer.__mro__:
         module.__class__ = layer
-    elif layer is not None or reads:
-        module.__class__ = derived(user, layer, tuple(sorted(reads)))
+    elif layer is not None or reads or forward is not None:
+        module.__class__ = derived(user, layer, tuple(sorted({*old_names, *(reads or ())})), forward is not None)
     if reads:
         module.__dict__["_tp_reads"] = dict(reads)
+    if forward is not None:
+        module.__dict__["_tp_forward"] = forward
 
 
 @cache
-def derived(user: type[nn.Module], layer: type[nn.Module] | None, names: tuple[str, ...]) -> type[nn.Module]:
+def derived(
+    user: type[nn.Module], layer: type[nn.Module] | None, names: tuple[str, ...], rewritten: bool
+) -> type[nn.Module]:
     """A subclass of ``user`` whose ``super().forward`` is the layer's and whose ``names`` are read by ``_tp_reads``.
 
-    It goes by its base's name, for code that looks at names.
+    Where it is rewritten, ``_tp_forward`` is its forward.  It goes by its base's name, for code that looks at names.
     """
     bases: tuple[type, ...] = (user,)
     if layer is not None:
         bases = (layer,) if user in layer.__mro__ else (user, layer)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        return _blank, (user, layer, names), self.__getstate__()
+        return _blank, (user, layer, names, rewritten), self.__getstate__()
 
-    body = {name: _reading(name) for name in names}
-    body |= {"__reduce_ex__": reduce_ex, "__module__": bases[0].__module__, "__qualname__": bases[0].__qualname__}
+    body: dict[str, Any] = {name: _reading(name) for name in names}
+    if rewritten:
+
+        @wraps(bases[0].forward)  # so that its signature stays the user's
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._tp_forward(self, args, kwargs)
+
+        body["forward"] = forward
+    body |= {"_tp_made_of": (user, layer, names, rewritten), "__reduce_ex__": reduce_ex}
+    body |= {"__module__": bases[0].__module__, "__qualname__": bases[0].__qualname__}
     return type(user)(bases[0].__name__, bases, body)
 
 
@@ -83,6 +105,6 @@ def _reading(name: str) -> property:
     return property(read)
 
 
-def _blank(user: type[nn.Module], layer: type[nn.Module] | None, names: tuple[str, ...]) -> nn.Module:
-    cls = derived(user, layer, names)
+def _blank(*made_of: Any) -> nn.Module:
+    cls = derived(*made_of)
     return cls.__new__(cls)

@@ -1,0 +1,150 @@
+"""Each collective against arithmetic on all ranks' values at once, in float64."""
+
+import pytest
+import torch
+
+from tpconvert.parallel import collectives
+from tpconvert.parallel.collectives import copy, copy_shared, copy_span, gather, once, parts_of, reduce, scatter
+from tpconvert.parallel.mesh import dry_mesh
+from tpconvert.spec.layout import Block, Layout
+
+DEGREES = [2, 3, 4]
+
+
+def value(rank, *shape):
+    """What a rank holds; every rank can say what any other does."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def run_through(function, x, mesh, grad):
+    """Output and gradient; checks that neither the input nor the incoming gradient was written to."""
+    x = x.clone().requires_grad_()
+    before, grad_before = x.detach().clone(), grad.clone()
+    y = function(x)
+    y.backward(grad)
+    assert torch.equal(x, before) and torch.equal(grad, grad_before)
+    return y.detach(), x.grad
+
+
+def copies(mesh):
+    x, grads = value(9, 2, 5), [value(20 + r, 2, 5) for r in range(mesh.degree)]
+    y, g = run_through(lambda x: copy(x, mesh), x, mesh, grads[mesh.rank])
+    torch.testing.assert_close(y, x)
+    torch.testing.assert_close(g, sum(grads))
+    y, g = run_through(lambda x: copy_span(x, 1, (1, 3), mesh), x, mesh, grads[mesh.rank])
+    expected = grads[mesh.rank].clone()
+    expected[:, 1:3] = sum(grads)[:, 1:3]
+    torch.testing.assert_close(y, x)
+    torch.testing.assert_close(g, expected)
+
+
+def sums(mesh):
+    xs, grad = [value(r, 2, 5) for r in range(mesh.degree)], value(30, 2, 5)
+    y, g = run_through(lambda x: reduce(x, mesh), xs[mesh.rank], mesh, grad)
+    torch.testing.assert_close(y, sum(xs))
+    torch.testing.assert_close(g, grad)
+    y, g = run_through(lambda x: once(x * 1, mesh), xs[0], mesh, grad)
+    torch.testing.assert_close(y, xs[0] if mesh.rank == 0 else torch.zeros(2, 5, dtype=torch.float64))
+    torch.testing.assert_close(g, grad)
+
+
+def pieces(mesh, dim, blocks):
+    parts = parts_of(dim, blocks, mesh)
+    shape = [2, 3, 4]
+    shape[dim] = parts.size
+    whole, grad = value(7, *shape), value(8, *shape)
+    rows = torch.tensor([i for start, stop in parts.pieces for i in range(start, stop)], dtype=torch.long)
+    mine, mine_grad = whole.index_select(dim, rows), grad.index_select(dim, rows)
+    y, g = run_through(lambda x: gather(x, parts, mesh), mine, mesh, grad)
+    torch.testing.assert_close(y, whole)
+    torch.testing.assert_close(g, mine_grad)
+    assert y.is_contiguous()
+    y, g = run_through(lambda x: scatter(x, parts, mesh), whole, mesh, mine_grad)
+    torch.testing.assert_close(y, mine)
+    torch.testing.assert_close(g, grad)
+
+
+def shared_rows(mesh):
+    blocks = (Block(2, 3), Block(1, 2), Block(4, 1))
+    parts = parts_of(1, blocks, mesh)
+    mesh.connect([Layout(1, blocks)])
+    size = parts.sizes[mesh.rank]
+    grads = [value(40 + r, 2, parts.sizes[r]) for r in range(mesh.degree)]
+    y, g = run_through(lambda x: copy_shared(x, parts, mesh), value(1, 2, size), mesh, grads[mesh.rank])
+    torch.testing.assert_close(y, value(1, 2, size))
+    # Ranks 0 and 1 share the first unit of 3 rows, 2 and 3 the second; all share the 2 rows; the last is cut.
+    mates = [0, 1] if mesh.rank < 2 else [2, 3]
+    torch.testing.assert_close(g[:, :3], sum(grads[r][:, :3] for r in mates))
+    torch.testing.assert_close(g[:, 3:5], sum(grads)[:, 3:5])
+    torch.testing.assert_close(g[:, 5:], grads[mesh.rank][:, 5:])
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_copy_is_identity_forward_and_sums_backward(run_ranks, degree):
+    run_ranks(copies, degree)
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_reduce_sums_forward_and_once_counts_on_rank_0_only(run_ranks, degree):
+    run_ranks(sums, degree)
+
+
+@pytest.mark.parametrize(
+    ("degree", "dim", "blocks"),
+    [
+        (2, 1, (Block(8),)),
+        (2, 0, (Block(7),)),
+        (3, 2, (Block(7),)),
+        (3, 1, (Block(4, 2), Block(5))),
+        (4, 0, (Block(2, 3), Block(2, 3))),
+        (4, 1, (Block(2, (Block(2, 2),)), Block(1, 4))),
+    ],
+    ids=str,
+)
+def test_gather_joins_what_scatter_deals(run_ranks, degree, dim, blocks):
+    run_ranks(pieces, degree, dim, blocks)
+
+
+def test_copy_of_shared_rows_sums_each_run_over_its_holders(run_ranks):
+    run_ranks(shared_rows, 4)
+
+
+def compiled(mesh):
+    """Every collective in one graph, without a break."""
+    parts = parts_of(1, (Block(2, 2), Block(5)), mesh)
+    shared = parts_of(1, (Block(1, 2), Block(4)), mesh)
+
+    def chain(x, w):
+        y = gather(scatter(copy(x, mesh), parts, mesh).sin(), parts, mesh)
+        y = reduce(copy_span(y, 1, (2, 5), mesh) * once(w, mesh), mesh)
+        return (copy_shared(scatter(y[:, :6], shared, mesh), shared, mesh) ** 2).sum()
+
+    def gradients(function):
+        x, w = value(1, 3, 9).requires_grad_(), value(2, 9).requires_grad_()
+        loss = function(x, w)
+        loss.backward()
+        return loss.detach(), x.grad, w.grad
+
+    eager = gradients(chain)
+    traced = gradients(torch.compile(chain, backend="aot_eager", fullgraph=True))
+    torch.testing.assert_close(traced, eager)
+
+
+def test_every_collective_compiles_into_one_graph(run_ranks):
+    run_ranks(compiled, 2, timeout=120)
+
+
+def test_degree_1_and_dry_meshes_leave_no_trace_but_the_shape():
+    x = torch.randn(2, 6, requires_grad=True)
+    one = dry_mesh(0, 1)
+    parts = parts_of(1, (Block(6),), one)
+    for out in (copy(x, one), reduce(x, one), gather(x, parts, one), scatter(x, parts, one), once(x, one)):
+        assert out is x
+    dry = dry_mesh(2, 4)
+    parts = parts_of(1, (Block(6),), dry)
+    meta = torch.empty(2, 6, device="meta", requires_grad=True)
+    assert copy(meta, dry) is meta and reduce(meta, dry) is meta
+    part = scatter(meta, parts, dry)
+    assert part.shape == (2, 1) and part.is_meta
+    assert gather(part, parts, dry).shape == (2, 6)
+    assert collectives.summed(meta, dry) is meta
