@@ -66,6 +66,8 @@ class Axes:
         self.blocks: list[tuple[Term, Blocked]] = []
         self.contracts: list[tuple[Term, fx.Node]] = []
         self.sites: dict[fx.Node, list[Site]] = defaultdict(list)
+        self.grains: list[tuple[Term, int, fx.Node]] = []
+        """Dims of which each rank must hold a multiple of some number."""
         self.lookups: set[fx.Node] = set()
         """Contractions done by looking rows up."""
         self.factories: set[fx.Node] = set()

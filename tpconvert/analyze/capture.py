@@ -18,6 +18,7 @@ Each node carries in ``meta``:
 from __future__ import annotations
 
 import operator
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -53,6 +54,8 @@ class Call:
     result: Any = None
     """The output's structure with nodes in place of tensors."""
     arguments: Any = None
+    plain: bool = True
+    """Whether the output is made of tensors, tuples, lists and dicts alone."""
     position: int = 0
     """Number of nodes recorded before it was called."""
 
@@ -146,7 +149,9 @@ class Recorder(TorchFunctionMode):
             try:
                 return self.module(*args, **kwargs)
             except Exception as error:
-                raise _forward_failed(self.module, error) from error
+                failure = _forward_failed(self.module, error)
+                failure.module = self.stack[-1].module if self.stack else ""  # type: ignore[attr-defined]
+                raise failure from error
 
     @contextmanager
     def following_calls(self) -> Iterator[None]:
@@ -170,6 +175,7 @@ class Recorder(TorchFunctionMode):
             call = self.stack.pop()
             call.outputs = dict(self.slots(output))
             call.result = self.map(output)
+            call.plain = is_plain(output)
 
         with ExitStack() as stack:
             for module in self.module.modules():
@@ -207,6 +213,8 @@ class Recorder(TorchFunctionMode):
         call = self.stack[-1] if self.stack else None
         node = self.graph.create_node("call_function", func, self.map(tuple(args)), self.map(kwargs))
         node.meta.update(op=name, call=call, val=out)
+        if name == "embedding":
+            node.meta["layer"] = _runs_in(nn.Embedding.forward)
         if inplace:
             target = kwargs["out"] if kwargs.get("out") is not None else args[0]
             for tensor in _tensors(target):
@@ -361,6 +369,15 @@ def constant_slots(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree
 
 
+def is_plain(tree: Any) -> bool:
+    """Whether a structure can be rebuilt from its contents alone."""
+    if type(tree) in (tuple, list):
+        return all(map(is_plain, tree))
+    if type(tree) is dict:
+        return all(map(is_plain, tree.values()))
+    return isinstance(tree, torch.Tensor | int | float | str) or tree is None
+
+
 def _children(tree: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         yield from zip(tree._fields, tree, strict=True)
@@ -387,6 +404,18 @@ def _storage(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return -id(tensor)
+
+
+def _runs_in(function: Any) -> bool:
+    """Whether a call of ``function`` is on the stack, a few frames up."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_code is function.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

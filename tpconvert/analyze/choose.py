@@ -12,7 +12,7 @@ would look cheap to cut head_dim and sum the scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -47,9 +47,20 @@ class Choice:
     rejected: dict[Term, str] = field(default_factory=dict)
 
 
-def choose(ax: Axes, tp: int, forbidden: Iterable[Term] = (), pinned: Iterable[str] = ()) -> Choice:
-    """The best set of axes at this degree; ``pinned`` parameters stay whole, ``forbidden`` atoms are not cut."""
-    rejected: dict[Term, str] = dict.fromkeys(forbidden, "")
+def choose(
+    ax: Axes,
+    tp: int,
+    *,
+    forbidden: Mapping[Term, str] | None = None,
+    pinned: Iterable[str] = (),
+    inline: frozenset[fx.Node] = frozenset(),
+) -> Choice:
+    """The best set of axes at this degree.
+
+    ``forbidden`` atoms are not cut, for the reason given; ``pinned`` parameters stay whole; ``inline`` lookups are
+    summed where they are made.
+    """
+    rejected: dict[Term, str] = dict(forbidden or {})
     keep = set(pinned)
     for atom, carriers in ax.carriers.items():
         if any(name in keep for name, _ in carriers):
@@ -59,7 +70,7 @@ def choose(ax: Axes, tp: int, forbidden: Iterable[Term] = (), pinned: Iterable[s
     while True:
         deal = Deal(tp, {a: s for c in chosen for a, s in _shares(c, tp).items()})
         try:
-            flow = trace_flow(ax, deal.shares)
+            flow = trace_flow(ax, deal.shares, inline)
             break
         except Conflict as conflict:
             dropped = [c for c in chosen if {c.atom, *c.inner} & conflict.atoms] or chosen
@@ -97,6 +108,9 @@ def _candidates(ax: Axes, tp: int, rejected: dict[Term, str]) -> list[Candidate]
         if not dealable(candidate, tp):
             rejected[atom] = f"its {atom.n} units cannot be dealt to {tp} ranks"
             continue
+        if coarse := _grain(ax, candidate, tp):
+            rejected[atom] = coarse
+            continue
         candidate.weight = candidate.parameters - _sent(ax, atom, rows) * _break_even(ax)
         if candidate.weight > 0:
             found.append(candidate)
@@ -111,6 +125,15 @@ def dealable(candidate: Candidate, tp: int) -> bool:
     if n >= tp:
         return True
     return tp % n == 0 and bool(candidate.inner) and candidate.inner[0].n >= tp // n
+
+
+def _grain(ax: Axes, candidate: Candidate, tp: int) -> str:
+    """Why a kernel could not take the ranks' parts; empty where it can."""
+    deal = Deal(tp, _shares(candidate, tp))
+    for term, multiple, node in ax.grains:
+        if candidate.atom in leaves(term) and any(deal.size(term, r) % multiple for r in range(tp)):
+            return f"{node.meta['op']} needs a multiple of {multiple} on each rank, {term.n} on {tp} ranks is not"
+    return ""
 
 
 def _shares(candidate: Candidate, tp: int) -> dict[Term, tuple[int, int]]:

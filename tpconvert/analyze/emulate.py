@@ -101,7 +101,7 @@ class Lockstep:
             return
         dims = self.ax.of(node)
         parts = [self.deal.local(value, dims, r) if node in self.flow.cut else value.clone() for r in self.ranks]
-        if node.meta["grad"]:
+        if node.meta["val"].requires_grad:
             parts = [p.requires_grad_(True) for p in parts]
             self.leaves[str(node.target)] = parts
         if node in self.flow.sum_grad:
@@ -157,7 +157,7 @@ class Lockstep:
     def compare(self, node: fx.Node) -> None:
         """Every rank's result against the recorded whole one."""
         whole = node.meta.get("value")
-        if whole is None or node.meta["op"] in ("parameter", "empty", "new_empty", "empty_like") or not whole.numel():
+        if whole is None or node.meta["op"] == "parameter" or not whole.numel() or unwritten(node):
             return
         have = [v.detach() for v in self.env[node]]
         if node in self.flow.partial and node not in self.flow.reduced:
@@ -208,6 +208,13 @@ class Lockstep:
         value = node.meta["value"]
         flat = torch.arange(value.numel()).reshape(value.shape)
         return self.deal.local(flat, self.ax.of(node), rank) if node in self.flow.cut else flat
+
+
+def unwritten(node: fx.Node) -> bool:
+    """Whether some of a value may be memory nothing was written to yet."""
+    if node.meta["op"] in ("empty", "new_empty", "empty_like"):
+        return True
+    return node.meta["op"] in ("__getitem__", "view", "expand", "transpose", "alias") and unwritten(node.args[0])  # type: ignore[arg-type]
 
 
 def is_local(flow: Flow, node: fx.Node) -> bool:
@@ -274,7 +281,7 @@ def relative(value: torch.Tensor, want: torch.Tensor, whole: torch.Tensor, floor
 
 def whole_gradients(ax: Axes, weights: list[tuple[fx.Node, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The gradients of the whole model for the same sum of outputs: those the capture's own autograd graph gives."""
-    named = {n: node.meta["val"] for n, node in ax.trace.parameters.items() if node.meta["grad"]}
+    named = {n: node.meta["val"] for n, node in ax.trace.parameters.items() if node.meta["val"].requires_grad}
     total: Any = sum((node.meta["val"] * w).sum() for node, w in weights)
     grads = torch.autograd.grad(total, list(named.values()), allow_unused=True, retain_graph=True)
     return {n: g if g is not None else torch.zeros_like(p) for (n, p), g in zip(named.items(), grads, strict=True)}

@@ -11,7 +11,7 @@ op with a cut or partial result.  Such a gradient is summed once for each value,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,7 @@ class Flow:
 
     ax: Axes
     cut_atoms: frozenset[Term]
+    inline: frozenset[fx.Node] = frozenset()
     cut: set[fx.Node] = field(default_factory=set)
     """Values a rank holds a part of."""
     made: set[fx.Node] = field(default_factory=set)
@@ -93,14 +94,16 @@ class Flow:
         return node not in self.cut and (node not in self.partial or node in self.reduced)
 
 
-def trace_flow(ax: Axes, cut_atoms: Iterable[Term]) -> Flow:
-    """The flow of one choice of atoms.  Raises Conflict where they cannot be cut."""
-    flow = Flow(ax, frozenset(cut_atoms))
+def trace_flow(ax: Axes, cut_atoms: Iterable[Term], inline: frozenset[fx.Node] = frozenset()) -> Flow:
+    """The flow of one choice of atoms; ``inline`` lookups are summed where they are made.
+
+    Raises Conflict where they cannot be cut.
+    """
+    flow = Flow(ax, frozenset(cut_atoms), inline)
     hosts = Hosts(ax)
     _check_sums(flow)
-    while _forward(flow, hosts) or _make_local(flow):
+    while _forward(flow, hosts) or _make_local(flow) or _outputs(flow, hosts):
         pass
-    _outputs(flow, hosts)
     _scatter(flow, hosts)
     Backward(flow, hosts).run()
     return flow
@@ -159,8 +162,10 @@ def _forward(flow: Flow, hosts: Hosts) -> bool:
     flow.cut.clear()
     flow.partial.clear()
     flow.once.clear()
+    contracts: dict[fx.Node, bool] = defaultdict(bool)
     contracted: dict[fx.Node, set[Term]] = defaultdict(set)
     for term, node in flow.ax.contracts:
+        contracts[node] |= term.n > 1
         contracted[node] |= leaves(term) & flow.cut_atoms
     for node in flow.ax.trace.nodes:
         op = node.meta["op"]
@@ -171,19 +176,22 @@ def _forward(flow: Flow, hosts: Hosts) -> bool:
         operands = list(dict.fromkeys(n for n in node.all_input_nodes if n is not node))
         partial = [n for n in operands if n in flow.partial and n not in flow.reduced]
         seen_cut = any(n in flow.cut for n in operands)
-        if (seen_cut and flow.atoms(node)) or node in flow.made:
+        summed = any(n in flow.cut and flow.atoms(n) & contracted[node] for n in operands)
+        if ((seen_cut and flow.atoms(node)) or node in flow.made) and node not in flow.gathered:
             flow.cut.add(node)
         if partial:
             bad = _not_linear(flow, node, partial)
-            if not bad and seen_cut and contracted[node]:
-                bad = partial
+            if not bad and contracts[node]:
+                bad = partial  # a layer on top of a pending sum would only make the sum wider
             if bad:
                 for operand in bad:
                     _reduce(flow, hosts, operand)
                 return True
             flow.partial.add(node)
-        elif contracted[node] and seen_cut:
+        elif summed:
             flow.partial.add(node)
+            if node in flow.inline:
+                flow.reduced[node] = Placed("reduce", node, None, node.meta["call"])
             _add_once(flow, node)
         if node in flow.partial and (target := inplace_target(node)) is not None:
             flow.partial.add(target) if target.meta["op"] in UNIFORM else None
@@ -191,7 +199,10 @@ def _forward(flow: Flow, hosts: Hosts) -> bool:
         if node in flow.partial and node not in flow.reduced:
             _reduce(flow, hosts, node)
             return True
-    return False
+    stale = [n for n in flow.reduced if n not in flow.partial]
+    for node in stale:
+        del flow.reduced[node]
+    return bool(stale)
 
 
 def _make_local(flow: Flow) -> bool:
@@ -302,22 +313,25 @@ def _reachable_host(flow: Flow, hosts: Hosts, node: fx.Node) -> bool:
     return bool(upstream) and all(_reachable_host(flow, hosts, n) for n in upstream)
 
 
-def _outputs(flow: Flow, hosts: Hosts) -> None:
-    """Gather cut values that leave the model, as early as a boundary allows."""
+def _outputs(flow: Flow, hosts: Hosts) -> bool:
+    """Gather one cut value that leaves the model, as early as a boundary allows; False when there is none left."""
     for node in dict.fromkeys(flow.ax.trace.outputs.values()):
         if node not in flow.cut:
             continue
         start = _first_cut(flow, node)
         host = hosts.output(start)
         while host is None and start is not node:
-            start = next(iter(n for n in _path(flow, start, node)))
+            start = _towards(flow, start, node)
             host = hosts.output(start)
         if host is None:
             raise Conflict(flow.atoms(node), node, "it reaches the model's output where no module returns it")
         if len([t for t in flow.ax.of(start) if leaves(t) & flow.cut_atoms]) != 1:
             raise Conflict(flow.atoms(node), node, "it reaches the model's output in two dims")
         flow.gathered[start] = Placed("gather", start, host, host.call)
-        _whole_from(flow, start)
+        flow.reduced.clear()
+        flow.made.clear()
+        return True
+    return False
 
 
 def _first_cut(flow: Flow, node: fx.Node) -> fx.Node:
@@ -326,32 +340,19 @@ def _first_cut(flow: Flow, node: fx.Node) -> fx.Node:
         cut = [n for n in node.all_input_nodes if n in flow.cut and n.meta["op"] != "parameter"]
         if not cut:
             return node
-        if len(cut) > 1 or flow.ax.contracted and any(flow.partial & {n} for n in cut):
+        if len(cut) > 1:
             return node
         node = cut[0]
 
 
-def _path(flow: Flow, start: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
+def _towards(flow: Flow, start: fx.Node, end: fx.Node) -> fx.Node:
     """The consumer of ``start`` on the way to ``end``."""
     node = end
     while True:
         cut = [n for n in node.all_input_nodes if n in flow.cut and n.meta["op"] != "parameter"]
         if start in cut or not cut:
-            yield node
-            return
+            return node
         node = cut[0]
-
-
-def _whole_from(flow: Flow, start: fx.Node) -> None:
-    """Values computed from a gathered one alone are whole."""
-    whole = {start}
-    flow.cut.discard(start)
-    for node in flow.ax.trace.nodes:
-        if node in flow.cut and node.meta["op"] != "parameter":
-            cut = [n for n in node.all_input_nodes if n in flow.cut]
-            if not cut and any(n in whole for n in node.all_input_nodes):
-                flow.cut.discard(node)
-                whole.add(node)
 
 
 def _scatter(flow: Flow, hosts: Hosts) -> None:
@@ -378,6 +379,7 @@ class Backward:
 
     def __init__(self, flow: Flow, hosts: Hosts) -> None:
         self.flow, self.hosts = flow, hosts
+        self.returned = set(flow.ax.trace.outputs.values())
         self.scattered = {(p.node, u) for p in flow.scatters for u in p.node.users}
         self.inside: set[fx.Node] = set()
         for node in flow.ax.trace.nodes:
@@ -400,6 +402,7 @@ class Backward:
         flow = self.flow
         users = [u for u in node.users if _is_op(u) and self.differentiable(u)]
         partial = {u for u in users if self.edge_is_partial(node, u)}
+        returned = node in self.returned
         mixed_many = [u for u in partial if is_many(flow.ax.dims[u]) and not self.all_items(u)]
         if not partial:
             return
@@ -407,7 +410,7 @@ class Backward:
             self.parameter(node, users, partial)
             return
         outside = node not in self.inside or node in flow.reduced or node in flow.gathered
-        if len(partial) == len(users) and not mixed_many:
+        if len(partial) == len(users) and not mixed_many and not returned:
             if not outside or not self.close(node, partial):
                 flow.zone.add(node)
             return
@@ -445,7 +448,7 @@ class Backward:
 
     def mixed(self, node: fx.Node, users: list[fx.Node], partial: set[fx.Node], mixed_many: list[fx.Node]) -> None:
         """Only part of a value enters the region: a segment of it, or some of its consumers."""
-        spans = self.spans(node, users)
+        spans = self.spans(node, users) if node not in self.returned else None
         host = self.hosts.output(node)
         if spans is not None and host is not None:
             self.flow.copies += [Placed("copy", node, host, host.call, span) for span in spans]

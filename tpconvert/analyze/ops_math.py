@@ -103,6 +103,7 @@ def grouped_mm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     ax.unify(x[-1], w[-2], node)
     ax.contract(w[-2], node)
     ax.block([x[0], *w[:-2]], node, "rows are dealt to experts by data")
+    ax.grains += [(w[-1], 8, node), (w[-2], 8, node)]  # its rows must start at multiples of 16 bytes, in bf16 too
     return [*x[:-1], w[-1]]
 
 

@@ -10,6 +10,7 @@ The graph is data from a file, so an op is taken only from a closed list: torch'
 ``size``, ``args: [tensor, dim]``           a size, of whatever comes in
 ``item``, ``args: [sequence, index]``       one of several results
 ``training``                                whether the module is in training mode
+``training_else``, ``args: [a, b]``         ``a`` in training mode, else ``b``
 ``training_else``, ``args: [a, b]``         a in training mode, else b
 ``copy`` ``reduce`` ``gather`` ...          a collective, with ``dim``, ``blocks``, ``span`` where it needs them
 ``local``, ``value``, ``blocks``, ``per``   an integer that counts something cut: its value on this rank
@@ -47,6 +48,10 @@ MAKERS = frozenset(
     "arange empty empty_like eye full full_like linspace ones ones_like rand randn tensor zeros zeros_like".split()  # noqa: SIM905
 )
 """Functions of ``torch`` that make tensors out of numbers."""
+
+SPACES = frozenset(
+    ("torch", "torch.functional", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch.fft", "torch.special")
+)
 
 NOT_OPERATORS = frozenset(("attrgetter", "itemgetter", "methodcaller", "call"))
 
@@ -120,6 +125,8 @@ class GraphBuilder:
             return self.call(read, self.module, "training")
         if op == "training_else":
             return self.call(choose, self.call(read, self.module, "training"), *args)
+        if op == "training_else":
+            return self.call(either, self.call(read, self.module, "training"), *args)
         if op == "local":
             return self.local(data)
         return self.call(self.collective(op, data), *args)
@@ -190,11 +197,11 @@ class GraphBuilder:
 def resolve(target: str, where: str) -> Callable[..., Any]:
     """The function of that name, from the closed list; PlanError for any other."""
     space, _, name = target.rpartition(".")
-    if space == "operator" and name in operator.__all__ and name not in NOT_OPERATORS:
+    if space in ("operator", "_operator") and name in operator.__all__ and name not in NOT_OPERATORS:
         return getattr(operator, name)
     if space == "torch" and name in MAKERS:
         return getattr(torch, name)
-    if space in ("torch", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch.fft", "torch.special"):
+    if space in SPACES:
         owner: Any = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor}.get(space)
         owner = owner or getattr(torch, space.removeprefix("torch."))
         function, known = getattr(owner, name, None), get_overridable_functions()
@@ -226,6 +233,11 @@ def read(owner: Any, path: str) -> Any:
     for name in path.split("."):
         owner = getattr(owner, name)
     return owner
+
+
+def either(training: bool, first: Any, second: Any) -> Any:
+    """The first in training mode, else the second."""
+    return first if training else second
 
 
 def _named(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:

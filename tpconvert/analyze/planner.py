@@ -1,0 +1,330 @@
+"""From axes to a plan: a verdict with a reason for every parameter and buffer, and what the runtime must do."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx, nn
+
+from tpconvert.analyze.axes import Axes
+from tpconvert.analyze.capture import Call
+from tpconvert.analyze.choose import Candidate, Choice
+from tpconvert.analyze.edits import solve_edits
+from tpconvert.analyze.flow import Placed
+from tpconvert.analyze.patterns import Classifier
+from tpconvert.analyze.rewrites import Unsupported, rewrite
+from tpconvert.analyze.terms import Term, blocks, leaves
+from tpconvert.spec.layout import Layout
+from tpconvert.spec.plan import Axis, Boundary, Edit, Plan, Rewrite, Verdict
+
+
+@dataclass(eq=False)
+class Draft:
+    """A plan in the making, or why it cannot be: axes that must be given up."""
+
+    plan: Plan
+    forbidden: dict[Term, str] = field(default_factory=dict)
+
+
+class Planner:
+    """Writes the plan of one choice."""
+
+    def __init__(self, ax: Axes, classifier: Classifier, choice: Choice, tp: int) -> None:
+        self.ax, self.classifier, self.choice, self.tp = ax, classifier, choice, tp
+        self.flow = choice.flow
+        self.module = ax.trace.module
+        self.nested: dict[Term, Term] = {i: c.atom for c in choice.chosen for i in c.inner}
+        self.chosen = {*self.nested, *(c.atom for c in choice.chosen)}
+        self.names = {c: self.axis_name(c) for c in choice.chosen}
+        self.candidates = {a: c for c in choice.chosen for a in (c.atom, *c.inner)}
+
+    def draft(self, rewritten: dict[str, str], training: Any) -> Draft:
+        """The plan with the forwards of ``rewritten`` modules (path -> reason) written from their graph.
+
+        ``training`` holds, by module, the constants that differ in train mode; a module missing there cannot be
+        rewritten, since its forward takes another path in training.
+        """
+        wanted = dict(rewritten)
+        for placed in self.flow.placed:
+            if placed.host is None and placed.call is not None:
+                wanted.setdefault(placed.call.module, f"a {placed.kind} has its place inside its forward, at {placed.node.meta['op']}")
+        edits, calls, unmet = solve_edits(self.flow, self.choice.deal, self.nested, set(wanted))
+        for call in calls:
+            wanted.setdefault(call.module, unmet[call])
+        forbidden: dict[Term, str] = {}
+        rewrites = []
+        for path, why in sorted(wanted.items()):
+            try:
+                rewrites.append(self.rewrite(path, why, training))
+            except Unsupported as error:
+                atoms = self.atoms_inside(path) or set(self.chosen)
+                forbidden |= dict.fromkeys(atoms, f"{path or 'the model'}: {why}, and its forward cannot be written anew: {error}")
+        edits = [e for e in edits if e.module not in wanted]
+        plan = Plan(
+            tp=self.tp,
+            verdicts=tuple(self.verdicts()),
+            boundaries=tuple(self.boundaries()),
+            edits=tuple(edits),
+            rewrites=tuple(rewrites),
+            axes=tuple(self.axes()),
+            notes=tuple(self.ax.trace.notes),
+        )
+        self.last = self.with_siblings(plan)
+        return Draft(self.last, forbidden)
+
+    def rewrite(self, path: str, why: str, training: Any) -> Rewrite:
+        """The forward of a module, when each of its calls has one and the same."""
+        if path not in training:
+            raise Unsupported("it takes another path in training")
+        if path.startswith("?"):
+            raise Unsupported("it is not a registered module")
+        calls = [c for c in self.ax.trace.calls if c.module == path]
+        written = [rewrite(self.flow, c, self.nested, why, training[path]) for c in calls]
+        if len(written) > 1 and len({_shape_of(w) for w in written}) > 1:
+            raise Unsupported("its calls differ")
+        return written[0]
+
+    def atoms_inside(self, path: str) -> set[Term]:
+        """The chosen atoms that the ops of a module's own forward carry."""
+        out: set[Term] = set()
+        for node in self.ax.trace.nodes:
+            call = node.meta["call"]
+            if call is not None and call.module == path:
+                for n in (node, *node.all_input_nodes):
+                    if n in self.flow.cut or n in self.flow.partial or n in self.flow.gathered:
+                        out |= self.flow.atoms(n)
+        return {c.atom for a, c in self.candidates.items() if a in out}
+
+    # -- axes ---------------------------------------------------------------------------------------------
+
+    def axis_name(self, candidate: Candidate) -> str:
+        """The modules that carry it, and its pattern: ``model.layers.0.mlp:gated-mlp``."""
+        paths = [n.split(".")[:-1] for n, _ in self.ax.carriers[candidate.atom] if self.classifier.is_weight(n)]
+        common = []
+        for parts in zip(*paths, strict=False):
+            if len(set(parts)) > 1:
+                break
+            common.append(parts[0])
+        return f"{'.'.join(common)}:{self.classifier.pattern(candidate.atom).name}"
+
+    def axes(self) -> Iterable[Axis]:
+        counts: dict[str, int] = defaultdict(int)
+        for c, name in self.names.items():
+            counts[name] += 1
+            if counts[name] > 1:
+                self.names[c] = f"{name}-{counts[name]}"
+            parameters = tuple(dict.fromkeys(n for n, _ in self.ax.carriers[c.atom]))
+            yield Axis(self.names[c], self.classifier.pattern(c.atom).name, c.atom.n, parameters)
+
+    # -- verdicts -----------------------------------------------------------------------------------------
+
+    def verdicts(self) -> Iterable[Verdict]:
+        """One for every name of every parameter and buffer."""
+        list(self.axes())  # gives axes their final names
+        persistent = set(self.module.state_dict(keep_vars=True))
+        first: dict[int, str] = {}
+        for kind, named in (("parameter", self.module.named_parameters), ("buffer", self.module.named_buffers)):
+            for name, tensor in named(remove_duplicate=False):
+                known = self.ax.trace.names.get(id(tensor), name)
+                node = self.ax.trace.parameters.get(known)
+                verdict = self.verdict(name, node) if node is not None else _unused(name)
+                yield replace(
+                    verdict,
+                    shape=tuple(tensor.shape),
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    kind=kind,  # type: ignore[arg-type]
+                    tied_to=first.setdefault(id(tensor), name) if id(tensor) in first else "",
+                    persistent=kind == "parameter" or name in persistent,
+                )
+                first.setdefault(id(tensor), name)
+
+    def verdict(self, name: str, node: fx.Node) -> Verdict:
+        base = Verdict(name, (), "", Layout(), "", sum_grad=node in self.flow.sum_grad, once=node in self.flow.once)
+        dims = self.ax.of(node)
+        if node in self.flow.cut:
+            dim = next(i for i, t in enumerate(dims) if leaves(t) & self.flow.cut_atoms)
+            atom = next(iter(leaves(dims[dim]) & self.flow.cut_atoms))
+            candidate = self.candidates[atom]
+            pattern = self.classifier.pattern(candidate.atom)
+            role = self.classifier.role(str(node.target), dim, atom)
+            return replace(
+                base,
+                layout=Layout(dim, blocks(dims[dim], self.chosen)),
+                axis=self.names[candidate],
+                pattern=pattern.name,
+                role=role,
+                reason=f"cut along dim {dim}: {role} in {pattern.name}, {candidate.atom.n} units",
+            )
+        return replace(base, reason=f"whole: {self.why_whole(dims)}")
+
+    def why_whole(self, dims: list[Term]) -> str:
+        """The reason of each dim in words, the first that says most."""
+        reasons = []
+        for i, term in enumerate(dims):
+            for atom in sorted(leaves(term), key=lambda a: -a.n):
+                why = ""
+                if atom in self.choice.rejected and self.choice.rejected[atom]:
+                    why = self.choice.rejected[atom]
+                elif self.ax.blocked.get(atom):
+                    blocked = self.ax.blocked[atom][0]
+                    call = blocked.node.meta["call"]
+                    why = f"{blocked.why}{f' (in {call.module})' if call is not None and call.module else ''}"
+                elif len(dims) == 1:
+                    why = "nothing cut carries it"
+                if why:
+                    reasons.append(f"dim {i}: {why}" if len(dims) > 1 else why)
+                    break
+        return "; ".join(dict.fromkeys(reasons)) or ("it is a scalar" if not dims else "no axis that could be cut carries it")
+
+    # -- boundaries ---------------------------------------------------------------------------------------
+
+    def boundaries(self) -> Iterable[Boundary]:
+        """The collectives at module boundaries, those of every call of a module written once."""
+        calls: dict[str, int] = defaultdict(int)
+        for call in self.ax.trace.calls:
+            calls[call.module] += 1
+        groups: dict[Boundary, list[int]] = defaultdict(list)
+        for placed in sorted(self.flow.placed, key=lambda p: (_position(p), ("reduce", "gather", "copy", "scatter").index(p.kind))):
+            if placed.host is not None:
+                groups[self.boundary(placed)].append(placed.host.call.index)
+        for boundary, indices in groups.items():
+            if len(indices) == calls[boundary.module]:
+                yield replace(boundary, call=-1)
+            else:
+                yield from (replace(boundary, call=i) for i in sorted(indices))
+
+    def boundary(self, placed: Placed) -> Boundary:
+        assert placed.host is not None
+        node = placed.node
+        base = Boundary(
+            placed.kind,  # type: ignore[arg-type]
+            placed.host.call.module,
+            placed.host.side,  # type: ignore[arg-type]
+            placed.host.slots,
+            axis=self.axis_of(placed),
+            shape=tuple(node.meta["shape"]),
+            dtype=str(node.meta["val"].dtype).removeprefix("torch."),
+        )
+        if placed.kind in ("gather", "scatter"):
+            dims = self.ax.of(node)
+            dim = next(i for i, t in enumerate(dims) if leaves(t) & self.flow.cut_atoms)
+            return replace(base, dim=dim, blocks=blocks(dims[dim], self.chosen))
+        if placed.span is not None:
+            return replace(base, dim=placed.span[0], span=placed.span[1:])
+        return base
+
+    def axis_of(self, placed: Placed) -> str:
+        """The axis that asks for a collective."""
+        node = placed.node
+        found = {self.candidates[a] for a in self.flow.atoms(node)}
+        if placed.kind == "reduce":
+            upstream = node
+            while not found and upstream is not None:
+                hits = [t for t, n in self.ax.contracts if n is upstream]
+                found = {self.candidates[a] for t in hits for a in leaves(t) & self.flow.cut_atoms}
+                upstream = next((n for n in upstream.all_input_nodes if n in self.flow.partial), None)  # type: ignore[assignment]
+        if placed.kind == "copy":
+            pending = list(node.users)
+            for user in pending[:64]:
+                if user.op != "output":
+                    here = self.flow.atoms(user) if not isinstance(self.ax.dims[user], list) or True else set()
+                    found |= {self.candidates[a] for a in here}
+                    pending += list(user.users) if not found else []
+        return self.names[min(found, key=self.choice.chosen.index)] if found else ""
+
+    # -- what was not traced ------------------------------------------------------------------------------
+
+    def with_siblings(self, plan: Plan) -> Plan:
+        """Parameters the forward did not reach (an expert that got no token) are treated as their siblings are."""
+        used = {v.name: v for v in plan.verdicts if v.name in self.used_names()}
+        by_shape: dict[tuple[str, tuple[int, ...]], list[Verdict]] = defaultdict(list)
+        for v in used.values():
+            by_shape[_wild(v.name), v.shape].append(v)
+        moved: dict[str, str] = {}
+        verdicts = []
+        for v in plan.verdicts:
+            twins = by_shape.get((_wild(v.name), v.shape), []) if v.name not in used else []
+            twin = next((t for t in twins if _one_number_apart(t.name, v.name)), None)
+            if twin is None or not _same_class(self.module, twin.name, v.name):
+                verdicts.append(v)
+                continue
+            moved[v.name.rpartition(".")[0]] = twin.name.rpartition(".")[0]
+            verdicts.append(replace(twin, name=v.name, tied_to=v.tied_to, reason=f"{twin.reason}; as {twin.name}, its sibling"))
+        return _with_moved(replace(plan, verdicts=tuple(verdicts)), moved)
+
+    def used_names(self) -> set[str]:
+        """Names of parameters and buffers the forward used."""
+        out = set()
+        for kind in (self.module.named_parameters, self.module.named_buffers):
+            for name, tensor in kind(remove_duplicate=False):
+                if self.ax.trace.names.get(id(tensor), name) in self.ax.trace.parameters:
+                    out.add(name)
+        return out
+
+
+def _with_moved(plan: Plan, moved: dict[str, str]) -> Plan:
+    """The boundaries, edits and rewrites of a traced module, again for the sibling that was not."""
+    roots = {_roots(new, old) for new, old in moved.items()}
+
+    def again(items: Iterable[Any]) -> list[Any]:
+        out = []
+        for item in items:
+            out.append(item)
+            for new, old in roots:
+                if item.module == old or item.module.startswith(f"{old}."):
+                    out.append(replace(item, module=new + item.module[len(old) :]))
+        return out
+
+    return replace(
+        plan, boundaries=tuple(again(plan.boundaries)), edits=tuple(again(plan.edits)), rewrites=tuple(again(plan.rewrites))
+    )
+
+
+def _roots(new: str, old: str) -> tuple[str, str]:
+    """The shortest prefixes of two paths that hold their difference."""
+    a, b = new.split("."), old.split(".")
+    at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+    return ".".join(a[: at + 1]), ".".join(b[: at + 1])
+
+
+def _unused(name: str) -> Verdict:
+    return Verdict(name, (), "", Layout(), "whole: the traced forward does not use it")
+
+
+def _wild(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _one_number_apart(a: str, b: str) -> bool:
+    return sum(x != y for x, y in zip(a.split("."), b.split("."), strict=True)) == 1
+
+
+def _same_class(root: nn.Module, a: str, b: str) -> bool:
+    return type(root.get_submodule(a.rpartition(".")[0])) is type(root.get_submodule(b.rpartition(".")[0]))
+
+
+def _position(placed: Placed) -> int:
+    assert placed.host is None or isinstance(placed.host.call, Call)
+    return placed.host.call.position if placed.host is not None else -1
+
+
+def _shape_of(written: Rewrite) -> str:
+    """A rewrite without the names of its nodes."""
+    names: dict[str, str] = {}
+
+    def plain(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            if set(tree) == {"$"}:
+                return names.get(tree["$"], tree["$"])
+            return {k: plain(v) for k, v in sorted(tree.items()) if k != "name"}
+        return [plain(t) for t in tree] if isinstance(tree, list | tuple) else tree
+
+    out = []
+    for i, node in enumerate(written.nodes):
+        out.append(plain(node))
+        names[node["name"]] = str(i)
+    return repr((out, plain(written.output), sorted(written.signature.items(), key=str)))

@@ -1,0 +1,269 @@
+"""A module's forward as data: its recorded ops, with local sizes and collectives in place.
+
+Ops are written under their public torch names and rebuilt from that closed set, so a plan never holds code.  Sizes
+that came from a tensor's shape are read from the tensor again; sizes that count something cut become ``local``
+entries; children stay calls, so that their own hooks and parallel layers run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import resolve_name
+
+from tpconvert.analyze.axes import is_many
+from tpconvert.analyze.capture import Call
+from tpconvert.analyze.emulate import is_local
+from tpconvert.analyze.flow import Flow, Placed
+from tpconvert.analyze.provenance import Int
+from tpconvert.analyze.terms import P, Term, blocks, leaves
+from tpconvert.spec.layout import Block
+from tpconvert.spec.plan import Rewrite
+
+
+class Unsupported(Exception):
+    """This forward cannot be written as data, for this reason."""
+
+
+def rewrite(flow: Flow, call: Call, nested: dict[Term, Term], why: str, training: dict[tuple[int, Any], Any] | None = None) -> Rewrite:
+    """The forward of one call, as data.  ``training`` holds, by (op number, path), what differs in train mode."""
+    return _Writer(flow, call, nested, training or {}).write(why)
+
+
+class _Writer:
+    def __init__(self, flow: Flow, call: Call, nested: dict[Term, Term], training: dict[tuple[int, Any], Any]) -> None:
+        self.flow, self.ax, self.call, self.nested, self.training = flow, flow.ax, call, nested, training
+        self.nodes: list[dict[str, Any]] = []
+        self.names: dict[fx.Node, str] = {n: slot for slot, n in call.inputs.items()}
+        self.seen: dict[tuple[fx.Node, fx.Node], str] = {}
+        self.children = [c for c in self.ax.trace.calls if c.parent is call]
+        self.chosen = {*flow.cut_atoms, *nested}
+        self.placed: dict[fx.Node, list[Placed]] = {}
+        for p in flow.placed:
+            if p.host is None and p.call is call:
+                self.placed.setdefault(p.node, []).append(p)
+
+    def write(self, why: str) -> Rewrite:
+        if not self.call.plain:
+            raise Unsupported("it returns an object, not plain tensors")
+        order = {n: i for i, n in enumerate(self.ax.trace.graph.nodes)}
+        steps: list[tuple[int, Any]] = [(order[n], n) for n in self.ax.trace.nodes if n.meta["call"] is self.call]
+        steps += [(c.position - 0.5, c) for c in self.children]  # type: ignore[misc]
+        for node in dict.fromkeys(self.call.inputs.values()):
+            self.collectives(node)
+        number = 0
+        for _, step in sorted(steps, key=lambda s: s[0]):
+            if isinstance(step, Call):
+                self.child(step)
+            else:
+                self.op(step, number)
+                number += 1
+        signature = {slot: "tensor" for slot in self.call.inputs}
+        signature |= {slot: {"const": _constant(value)} for slot, value in self.call.constants.items()}  # type: ignore[dict-item]
+        return Rewrite(self.call.module, why, signature, tuple(self.nodes), self.encode(self.call.result))
+
+    # -- nodes --------------------------------------------------------------------------------------------
+
+    def add(self, op: str, name: str | None = None, **fields: Any) -> str:
+        name = name or f"t{len(self.nodes)}"
+        self.nodes.append({"name": name, "op": op, **fields})
+        return name
+
+    def child(self, call: Call) -> None:
+        """A child's call; each tensor it returns becomes a value."""
+        prefix = f"{self.call.module}." if self.call.module else ""
+        if not call.module.startswith(prefix) or call.module.startswith("?"):
+            raise Unsupported(f"it calls {call.module}, which is not its child")
+        args, kwargs = call.arguments
+        out = self.add("module", target=call.module[len(prefix) :], args=[self.encode(a) for a in args], kwargs={k: self.encode(v) for k, v in kwargs.items()})
+        for slot, node in call.outputs.items():
+            value = out
+            for key in slot.split(".") if slot else ():
+                value = self.add("item", args=[{"$": value}, int(key) if key.isdigit() else key])
+            self.names[node] = value
+            self.collectives(node)
+
+    def op(self, node: fx.Node, number: int) -> None:
+        """One op of the module's own."""
+        op = node.meta["op"]
+        if op == "alias":
+            self.names[node] = self.name(node.args[0])  # type: ignore[arg-type]
+        elif op == "item":
+            self.names[node] = self.add("item", node.name, args=[{"$": self.name(node.args[0])}, node.args[1]])  # type: ignore[arg-type]
+        elif node in self.ax.lookups and node.args[0] in self.flow.cut and node in self.flow.partial:
+            self.lookup(node)  # which sums, so the reduce placed here is done
+            self.placed[node] = [p for p in self.placed.get(node, ()) if p.kind != "reduce"]
+        else:
+            self.plain(node, number)
+        self.collectives(node)
+
+    def plain(self, node: fx.Node, number: int) -> None:
+        args, kwargs = self.arguments(node, number)
+        target = _target(node)
+        if node in self.ax.splits and is_local(self.flow, node):
+            dim = self.ax.splits[node]
+            sizes = [self.local(d[dim], d[dim].n) for d in self.ax.dims[node]]
+            target, args, kwargs = "torch.Tensor.split", [args[0], sizes], {"dim": dim}
+        name = self.add("call", node.name, target=target, args=args, kwargs=kwargs)
+        if node.meta["op"] == "__setitem__":
+            name = self.name(node.args[0])  # type: ignore[arg-type]
+        self.names[node] = name
+
+    def lookup(self, node: fx.Node) -> None:
+        """A lookup in a cut table, summed at once."""
+        weight, ids = node.args[0], node.args[1]
+        padding = node.kwargs.get("padding_idx", node.args[2] if len(node.args) > 2 else -1)
+        extra = {"padding_idx": int(padding)} if isinstance(padding, int) and padding >= 0 else {}
+        term = self.ax.of(weight)[0]  # type: ignore[arg-type]
+        rows = [b.to_json() for b in blocks(term, self.chosen)]
+        if self.flow.reduced.get(node) is None or self.flow.reduced[node].host is not None:
+            raise Unsupported("the lookup in its forward is summed elsewhere")
+        self.names[node] = self.add("lookup", node.name, args=[self.encode(weight), self.encode(ids)], blocks=rows, **extra)
+
+    def collectives(self, node: fx.Node) -> None:
+        """The collectives that stand right after a value inside this forward."""
+        for p in sorted(self.placed.get(node, ()), key=lambda p: ("reduce", "gather", "copy", "scatter").index(p.kind)):
+            fields: dict[str, Any] = {}
+            if p.kind in ("gather", "scatter"):
+                dims = self.ax.of(node)
+                dim = next(i for i, t in enumerate(dims) if leaves(t) & self.flow.cut_atoms)
+                fields = {"dim": dim, "blocks": [b.to_json() for b in blocks(dims[dim], self.chosen)]}
+            elif p.span is not None:
+                fields = {"dim": p.span[0], "span": list(p.span[1:])}
+            name = self.add(p.kind, args=[{"$": self.name(node)}], **fields)
+            if p.consumers:
+                self.seen |= {(node, c): name for c in p.consumers}
+            else:
+                self.names[node] = name
+
+    def name(self, node: fx.Node, user: fx.Node | None = None) -> str:
+        """What holds a value now, for this consumer."""
+        if user is not None and (node, user) in self.seen:
+            return self.seen[node, user]
+        if node in self.names:
+            return self.names[node]
+        if node.meta["op"] == "parameter":
+            self.names[node] = self.add("param", target=self.own_name(node))
+            return self.names[node]
+        raise Unsupported(f"its forward uses a tensor that is neither an input nor its own ({node.name})")
+
+    def own_name(self, node: fx.Node) -> str:
+        """The path of a parameter from this module, under whichever of its names lies below it."""
+        root = self.ax.trace.module
+        prefix = f"{self.call.module}." if self.call.module else ""
+        tensor = node.meta["val"]
+        for path, value in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]:
+            if value is tensor and path.startswith(prefix):
+                return path[len(prefix) :]
+        raise Unsupported(f"its forward reads {node.target}, which belongs to another module")
+
+    # -- arguments ----------------------------------------------------------------------------------------
+
+    def arguments(self, node: fx.Node, number: int) -> tuple[list[Any], dict[str, Any]]:
+        local = {}
+        if is_local(self.flow, node):
+            local = {s.path: s for s in self.ax.sites.get(node, ()) if leaves(s.term) & self.flow.cut_atoms}
+
+        def encode(tree: Any, path: tuple[Any, ...]) -> Any:
+            if path in local and isinstance(tree, int) and tree != -1:
+                site = local[path]
+                value = self.local(site.term, site.term.n)
+                return value if site.sign == 1 else {"$": self.add("call", target="operator.neg", args=[value], kwargs={})}
+            if (number, path) in self.training:
+                return {"$": self.add("training_else", args=[self.training[number, path], tree])}
+            if isinstance(tree, tuple | list):
+                inner = [encode(t, (*path, i)) for i, t in enumerate(tree)]
+                return {"tuple": inner} if isinstance(tree, tuple) else inner
+            if isinstance(tree, dict):
+                return {"dict": {k: encode(v, (*path, k)) for k, v in tree.items()}}
+            if isinstance(tree, slice):
+                return {"slice": [encode(getattr(tree, k), (*path, k)) for k in ("start", "stop", "step")]}
+            return self.encode(tree, node)
+
+        args = [encode(a, (0, i)) for i, a in enumerate(node.args)]
+        return args, {k: encode(v, (1, k)) for k, v in node.kwargs.items()}
+
+    def local(self, term: Term, whole: int) -> dict[str, Any]:
+        """An entry for the local size of a term."""
+        if not leaves(term) & self.flow.cut_atoms:
+            return whole  # type: ignore[return-value]
+        per: list[Any] = []
+        inner = leaves(term) & set(self.nested)
+        if inner and not leaves(term) & {self.nested[a] for a in inner}:
+            outer = self.nested[next(iter(inner))]
+            term, per = P(outer, term), [Block(outer.n).to_json()]
+        return {"$": self.add("local", value=whole, blocks=[b.to_json() for b in blocks(term, self.chosen)], per=per)}
+
+    def encode(self, tree: Any, user: fx.Node | None = None) -> Any:
+        """Any argument or result as JSON."""
+        if isinstance(tree, fx.Node):
+            if is_many(self.ax.dims[tree]) or tree in self.names or tree.meta["op"] == "parameter" or user is not None:
+                return {"$": self.name(tree, user)}
+            return {"$": self.name(tree)}
+        if isinstance(tree, Int):
+            return self.size(tree.expression, int(tree))
+        if isinstance(tree, tuple):
+            return {"tuple": [self.encode(t, user) for t in tree]}
+        if isinstance(tree, list):
+            return [self.encode(t, user) for t in tree]
+        if isinstance(tree, dict):
+            return {"dict": {k: self.encode(v, user) for k, v in tree.items()}}
+        if isinstance(tree, slice):
+            return {"slice": [self.encode(t, user) for t in (tree.start, tree.stop, tree.step)]}
+        return _constant(tree)
+
+    def size(self, expr: Any, value: int) -> Any:
+        """An integer made from shapes is made from them again; one made from attributes alone stays what it was."""
+        if not _reads_shape(expr):
+            return value
+        if expr[0] == "dim":
+            if expr[1] not in self.names and expr[1].meta["op"] != "parameter":
+                raise Unsupported("its forward uses a size of a tensor it was not given")
+            return {"$": self.add("size", args=[{"$": self.name(expr[1])}, expr[2]])}
+        sides = [self.size(e, e if isinstance(e, int) else _whole(e, self.ax)) for e in expr[1:]]
+        return {"$": self.add("call", target=f"operator.{expr[0].__name__}", args=sides, kwargs={})}
+
+
+def _reads_shape(expr: Any) -> bool:
+    return isinstance(expr, tuple) and (expr[0] == "dim" or any(_reads_shape(e) for e in expr[1:]))
+
+
+def _whole(expr: Any, ax: Any) -> int:
+    from tpconvert.analyze.provenance import evaluate
+
+    def value(a: Any) -> int:
+        held = getattr(ax.trace.owners[a.owner], a.name)
+        return int(held if a.item is None else held[a.item])
+
+    return evaluate(expr, value, lambda node, i: int(node.meta["shape"][i]))
+
+
+def _target(node: fx.Node) -> str:
+    op = node.meta["op"]
+    if op.startswith("."):
+        return f"torch.Tensor.{op[1:]}"
+    name = resolve_name(node.target) or ""  # type: ignore[arg-type]
+    if not name.startswith(("torch.", "_operator.")):
+        raise Unsupported(f"its forward calls {op}, which is no op of torch")
+    return name
+
+
+def _constant(value: Any) -> Any:
+    if value is ...:
+        return {"ellipsis": 1}
+    if isinstance(value, bool | int | str) or value is None:
+        if isinstance(value, str) and value.startswith("<"):
+            raise Unsupported(f"its forward is given {value}")
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": 1}
+    if isinstance(value, torch.memory_format):
+        return {"memory_format": str(value).removeprefix("torch.")}
+    raise Unsupported(f"its forward is given a {type(value).__name__}")

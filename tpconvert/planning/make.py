@@ -1,0 +1,162 @@
+"""``make_plan``: the loop around the analysis.
+
+A choice of axes gives a draft.  The draft is proved by running the converted module itself, dry, as each rank.  A
+module whose forward does not come out in the planned shapes has its forward rewritten; where that is not possible
+the axes inside it are given up, with the reason, and the loop goes on.  It ends, since each round rewrites a module
+or gives up an axis.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tpconvert.analyze.axes import Axes
+from tpconvert.analyze.capture import Inputs, Trace, capture
+from tpconvert.analyze.choose import Choice, choose
+from tpconvert.analyze.patterns import Classifier, load_patterns
+from tpconvert.analyze.planner import Planner
+from tpconvert.analyze.rules import load_rules
+from tpconvert.analyze.shadow import Shadow, needs_shadow
+from tpconvert.analyze.terms import Term
+from tpconvert.errors import PlanError, RuleError
+from tpconvert.planning.proof import Fault, prove_shapes
+from tpconvert.planning.training import Training
+from tpconvert.spec.plan import Plan
+
+
+def make_plan(
+    module: nn.Module,
+    inputs: Inputs,
+    *,
+    tp: int,
+    overrides: Sequence[str] = (),
+    rules: Sequence[Path | str] = (),
+    source: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The plan that cuts ``module`` on ``tp`` ranks.
+
+    ``inputs`` are example inputs, a dict of keyword arguments or a tuple; their values matter only where the forward
+    branches on them.  Parameters may be on meta.  ``overrides`` are ``PATTERN=whole``, patterns of parameter or module
+    names with ``*``; ``rules`` are TOML files that add op rules and patterns.  ``source`` is kept in the plan as it is.
+
+    Raises PlanError where nothing can be planned, RuleError for an override or rule that is wrong or matches
+    nothing, SourceError where the forward fails.
+    """
+    return Planning(module, inputs, tp, overrides, [Path(r) for r in rules], dict(source or {})).run()
+
+
+class Planning:
+    """One run of the loop, and what it has learnt."""
+
+    def __init__(
+        self, module: nn.Module, inputs: Inputs, tp: int, overrides: Sequence[str], rules: Sequence[Path], source: dict[str, Any]
+    ) -> None:
+        if tp < 1:
+            raise PlanError(f"tp={tp} is no number of ranks.", hint="Use --tp 2 or more.")
+        self.module, self.inputs, self.tp, self.source = module, inputs, tp, source
+        self.pinned = pinned_names(module, overrides)
+        self.trace = captured(module, inputs)
+        self.ax = Axes(self.trace, load_rules(rules))
+        self.classifier = Classifier(self.ax, load_patterns(rules))
+        self.training = Training(module, inputs, self.trace)
+        self.rewritten: dict[str, str] = {}
+        self.forbidden: dict[Term, str] = self._policy()
+        self.inline = frozenset(n for n in self.ax.lookups if not n.meta.get("layer"))
+
+    def run(self) -> Plan:
+        """Draft and prove until a plan holds."""
+        while True:
+            choice = choose(self.ax, self.tp, forbidden=self.forbidden, pinned=self.pinned, inline=self.inline)
+            planner = Planner(self.ax, self.classifier, choice, self.tp)
+            draft = planner.draft(self.rewritten, self.training)
+            if draft.forbidden:
+                self.give_up(draft.forbidden, choice)
+                continue
+            plan = replace(draft.plan, source=self.source)
+            faults = prove_shapes(self.module, self.inputs, self.trace, choice, plan)
+            if not faults:
+                return plan
+            for fault in faults:
+                self.learn(fault, planner, choice)
+
+    def learn(self, fault: Fault, planner: Planner, choice: Choice) -> None:
+        """A module that came out wrong is rewritten, and if it was already, its axes are given up."""
+        if fault.module not in self.rewritten and not any(r.module == fault.module for r in planner.last.rewrites):
+            self.rewritten[fault.module] = fault.why
+            return
+        atoms = planner.atoms_inside(fault.module) or {c.atom for c in choice.chosen}
+        self.give_up(dict.fromkeys(atoms, f"{fault.module or 'the model'}: {fault.why}"), choice)
+
+    def give_up(self, atoms: Mapping[Term, str], choice: Choice) -> None:
+        """Forbid axes; at least one must be new, or the loop would not end."""
+        if not set(atoms) - set(self.forbidden):
+            raise PlanError("The plan does not settle: " + "; ".join(dict.fromkeys(atoms.values())) + ".")
+        self.forbidden |= atoms
+
+    def _policy(self) -> dict[Term, str]:
+        """Axes that the policy of their pattern leaves whole."""
+        out: dict[Term, str] = {}
+        for atom in self.ax.carriers:
+            if self.ax.blocked.get(atom):
+                continue
+            pattern = self.classifier.pattern(atom)
+            if not pattern.cut:
+                out[atom] = f"the rules leave {pattern.name} whole"
+            elif not pattern.uneven and atom.n % self.tp:
+                out[atom] = f"the rules cut {pattern.name} evenly only, and {atom.n} % {self.tp} = {atom.n % self.tp}"
+        return out
+
+
+def captured(module: nn.Module, inputs: Inputs) -> Trace:
+    """The trace of a module, with shadow values where it has no real ones."""
+    with eval_mode(module):
+        return capture(module, inputs, shadow=Shadow() if needs_shadow(module) else None)
+
+
+class eval_mode:  # noqa: N801 - reads as a statement: with eval_mode(module)
+    """Every part of a module in evaluation mode, and back as it was."""
+
+    def __init__(self, module: nn.Module, training: bool = False) -> None:
+        self.modules = [(m, m.training) for m in module.modules()]
+        self.training = training
+
+    def __enter__(self) -> None:
+        for m, _ in self.modules:
+            m.training = self.training
+
+    def __exit__(self, *error: object) -> None:
+        for m, training in self.modules:
+            m.training = training
+
+
+def pinned_names(module: nn.Module, overrides: Sequence[str]) -> set[str]:
+    """The parameters that ``PATTERN=whole`` overrides name, by their first names."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for source in (module.named_parameters, module.named_buffers):
+        for name, tensor in source(remove_duplicate=False):
+            names[name] = first.setdefault(id(tensor), name)
+    out: set[str] = set()
+    for text in overrides:
+        pattern, equals, value = text.partition("=")
+        if not equals or value != "whole":
+            raise RuleError(f"--set {text}: only PATTERN=whole is known.", hint="For example --set 'model.layers.*.mlp.*=whole'.")
+        found = {first for name, first in names.items() if fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}.*")}
+        if not found:
+            near = closest(pattern, names)
+            raise RuleError(f"--set {text}: no parameter or buffer matches {pattern!r}.", hint=f"Did you mean {near}?" if near else "")
+        out |= found
+    return out
+
+
+def closest(pattern: str, names: Mapping[str, Any]) -> str:
+    """The name most like a pattern."""
+    return next(iter(difflib.get_close_matches(pattern, list(names), 1, 0.4)), "")
+

@@ -1,0 +1,117 @@
+"""The shape proof: run the converted module itself as each rank, dry, and compare every op with what the axes predict.
+
+Dry collectives change shapes only, so one process stands for any rank of any degree, on meta too.  An op that comes
+out in another shape, or a forward that fails, names the module at fault.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from tpconvert.analyze.axes import is_many, tensors
+from tpconvert.analyze.capture import Inputs, Trace, capture
+from tpconvert.analyze.choose import Choice
+from tpconvert.analyze.shadow import Shadow, needs_shadow
+from tpconvert.errors import SourceError
+from tpconvert.parallel import parallelize
+from tpconvert.parallel.mesh import dry_mesh
+from tpconvert.planning.training import own_ops
+from tpconvert.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A module whose forward does not run, or not in the planned shapes, on some rank."""
+
+    module: str
+    why: str
+
+
+def prove_shapes(module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice, plan: Plan) -> list[Fault]:
+    """The modules at fault, none when the plan holds.
+
+    Ranks differ only where something is dealt unevenly, so the first and the last stand for all.
+    """
+    if not choice.chosen:
+        return []
+    ranks = sorted({0, plan.tp - 1}) if _uneven(choice, plan.tp) else [0]
+    for rank in ranks:
+        faults = _prove_rank(module, inputs, trace, choice, plan, rank)
+        if faults:
+            return faults
+    return []
+
+
+def _uneven(choice: Choice, tp: int) -> bool:
+    return any(choice.deal.size(c.atom, 0) != choice.deal.size(c.atom, tp - 1) for c in choice.chosen)
+
+
+def _prove_rank(module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice, plan: Plan, rank: int) -> list[Fault]:
+    from tpconvert.planning.make import eval_mode
+
+    local = copy.deepcopy(module)
+    parallelize(local, plan, dry_mesh(rank, plan.tp))
+    try:
+        with eval_mode(local):
+            found = capture(local, inputs, shadow=Shadow() if needs_shadow(local) else None)
+    except SourceError as error:
+        return [Fault(getattr(error, "module", ""), f"its forward fails on rank {rank}: {error.message}")]
+    return _compare(trace, found, local, choice, {r.module for r in plan.rewrites}, rank)
+
+
+def _compare(trace: Trace, found: Trace, local: nn.Module, choice: Choice, rewritten: set[str], rank: int) -> list[Fault]:
+    expected, have = own_ops(trace), own_ops(found)
+    faults: dict[str, Fault] = {}
+    for path, calls in expected.items():
+        if path.startswith("?") or path in rewritten or _is_ours(local.get_submodule(path)):
+            continue
+        for nodes, others in zip(calls, have.get(path, ()), strict=False):
+            at = iter(others)
+            for node in nodes:
+                other = next((o for o in at if o.meta["op"] == node.meta["op"]), None)
+                if other is None:
+                    break  # data took another path; the values proof decides
+                if (why := _differs(node, other, choice, rank)) is not None:
+                    faults.setdefault(path, Fault(path, why))
+                    break
+    for call, other in _paired_calls(trace, found):
+        for slot, node in call.outputs.items():
+            if slot in other.outputs and (why := _differs(node, other.outputs[slot], choice, rank, returned=True)) is not None:
+                faults.setdefault(call.module, Fault(call.module, why))
+    inner = {p for p in faults if not any(q != p and q.startswith(f"{p}.") for q in faults)}
+    return [faults[p] for p in faults if p in inner]
+
+
+def _paired_calls(trace: Trace, found: Trace):  # type: ignore[no-untyped-def]
+    others = {(c.module, c.index): c for c in found.calls}
+    return [(c, others[c.module, c.index]) for c in trace.calls if (c.module, c.index) in others]
+
+
+def _differs(node: fx.Node, other: fx.Node, choice: Choice, rank: int, returned: bool = False) -> str | None:
+    """How an op's shape differs from the predicted one."""
+    ax = choice.flow.ax
+    if is_many(ax.dims[node]) or node.meta["op"] == "alias":
+        return None
+    shapes = [tuple(t.shape) for t in tensors(other.meta["val"])]
+    if len(shapes) != 1:
+        return None
+    cut = node in choice.flow.cut or (node in choice.flow.gathered and not returned)
+    want = tuple(choice.deal.size(t, rank) if cut else t.n for t in ax.of(node))
+    if shapes[0] == want or _by_data(node):
+        return None
+    return f"{node.meta['op']} gives {list(shapes[0])} on rank {rank} where the plan needs {list(want)}"
+
+
+def _by_data(node: fx.Node) -> bool:
+    """Whether a shape hangs on values, which a dry run does not have."""
+    return any(n.meta["op"] in ("nonzero", "where", "masked_select", "unique", "bincount") for n in node.all_input_nodes) or (
+        node.meta["op"] in ("nonzero", "masked_select", "unique")
+    )
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return any(c.__module__.startswith("tpconvert.parallel.layers") for c in type(module).__mro__)
+

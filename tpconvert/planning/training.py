@@ -1,0 +1,93 @@
+"""What a module's forward does differently in training: dropout rates and flags, or another path altogether.
+
+A rewritten forward is a recorded one, so it must hold for training too.  The model is captured once more in train
+mode; a module whose own ops are the same in both modes may be rewritten, constants that differ becoming a choice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from torch import fx, nn
+
+from tpconvert.analyze.capture import Inputs, Trace, capture
+from tpconvert.analyze.shadow import Shadow, needs_shadow
+from tpconvert.errors import SourceError
+
+
+class Training:
+    """``path in training`` where a module may be rewritten; ``training[path]`` are its constants that differ."""
+
+    def __init__(self, module: nn.Module, inputs: Inputs, trace: Trace) -> None:
+        self.module, self.inputs, self.trace = module, inputs, trace
+        self.found: dict[str, dict[Any, Any] | None] | None = None
+
+    def __contains__(self, path: str) -> bool:
+        return self.differences.get(path) is not None
+
+    def __getitem__(self, path: str) -> dict[Any, Any]:
+        return self.differences[path] or {}
+
+    @property
+    def differences(self) -> dict[str, dict[Any, Any] | None]:
+        """Module path -> the constants that differ; None where the ops differ."""
+        if self.found is None:
+            self.found = self._compare()
+        return self.found
+
+    def _compare(self) -> dict[str, dict[Any, Any] | None]:
+        from tpconvert.planning.make import eval_mode
+
+        try:
+            with eval_mode(self.module, training=True):
+                other = capture(self.module, self.inputs, shadow=Shadow() if needs_shadow(self.module) else None)
+        except SourceError:
+            return {}
+        mine, theirs = own_ops(self.trace), own_ops(other)
+        out: dict[str, dict[Any, Any] | None] = {}
+        for path, calls in mine.items():
+            out[path] = {} if len(calls) == len(theirs.get(path, ())) else None
+            for a, b in zip(calls, theirs.get(path, ()), strict=False):
+                found = _difference(a, b)
+                if found is None or out[path] is None:
+                    out[path] = None
+                else:
+                    out[path] |= found  # type: ignore[operator]
+        return out
+
+
+def own_ops(trace: Trace) -> dict[str, list[list[fx.Node]]]:
+    """Module path -> for each call, the ops of its own forward."""
+    by_call: dict[Any, list[fx.Node]] = {call: [] for call in trace.calls}
+    for node in trace.nodes:
+        if node.op == "call_function" and node.meta["call"] is not None:
+            by_call[node.meta["call"]].append(node)
+    out: dict[str, list[list[fx.Node]]] = defaultdict(list)
+    for call, nodes in by_call.items():
+        out[call.module].append(nodes)
+    return out
+
+
+def _difference(a: list[fx.Node], b: list[fx.Node]) -> dict[Any, Any] | None:
+    if [n.meta["op"] for n in a] != [n.meta["op"] for n in b]:
+        return None
+    out: dict[Any, Any] = {}
+    for number, (x, y) in enumerate(zip(a, b, strict=True)):
+        mine, theirs = _constants((x.args, dict(x.kwargs))), _constants((y.args, dict(y.kwargs)))
+        if mine.keys() != theirs.keys():
+            return None
+        out |= {(number, path): theirs[path] for path in mine if mine[path] != theirs[path]}
+    return out
+
+
+def _constants(tree: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    if isinstance(tree, fx.Node):
+        return {}
+    if isinstance(tree, tuple | list):
+        return {k: v for i, t in enumerate(tree) for k, v in _constants(t, (*path, i)).items()}
+    if isinstance(tree, dict):
+        return {k: v for i, t in tree.items() for k, v in _constants(t, (*path, i)).items()}
+    if isinstance(tree, slice):
+        return {k: v for i in ("start", "stop", "step") for k, v in _constants(getattr(tree, i), (*path, i)).items()}
+    return {path: tree}
