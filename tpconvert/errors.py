@@ -41,3 +41,9 @@ class VerifyError(TPConvertError):
     """The converted model is not equal to the whole one."""
 
     exit_code = 1
+
+
+class TrainError(TPConvertError):
+    """A training run went wrong."""
+
+    exit_code = 1

@@ -1,0 +1,102 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tpconvert.errors import ConfigError
+from tpconvert.train.config import Training, accumulation, apply_overrides, load_config, make_config
+
+SMALL = {"data": {"path": "corpus.txt"}}
+
+
+def test_two_lines_are_a_whole_configuration():
+    config = make_config(SMALL)
+    assert config.data.path == ("corpus.txt",)
+    assert config.training.precision == "bf16" and config.training.clip == 1.0
+
+
+def test_an_unknown_key_says_which_was_meant():
+    with pytest.raises(
+        ConfigError, match=r"c\.yaml: training\.seq_length is not a key\. Did you mean training\.seq_len\?"
+    ):
+        make_config(SMALL | {"training": {"seq_length": 3}}, where="c.yaml")
+
+
+def test_a_key_in_the_wrong_section_says_where_it_belongs():
+    with pytest.raises(ConfigError, match=r"data\.seed is not a key\. Did you mean training\.seed\?"):
+        make_config({"data": {"path": "x", "seed": 3}})
+    with pytest.raises(ConfigError, match=r"lr is not a key\. Did you mean training\.lr\?"):
+        make_config(SMALL | {"lr": 3})
+
+
+def test_an_unknown_section_says_which_was_meant():
+    with pytest.raises(ConfigError, match=r"trainig is not a key\. Did you mean training\?"):
+        make_config(SMALL | {"trainig": {}})
+
+
+def test_every_mistake_is_named_in_one_line():
+    with pytest.raises(ConfigError) as caught:
+        make_config({"training": {"lr": -1, "precision": "fp17"}})
+    text = str(caught.value)
+    assert "training.lr is -1, but it should be greater than 0" in text
+    assert "training.precision is 'fp17', but it should be 'bf16', 'fp32' or 'fp64'" in text
+    assert "data is missing" in text
+    assert "\n" not in text
+
+
+def test_warmup_longer_than_the_run_is_an_error():
+    with pytest.raises(ConfigError, match="warmup_steps 9 is more than steps 5"):
+        make_config(SMALL | {"training": {"steps": 5, "warmup_steps": 9}})
+
+
+def test_overrides_win_over_the_file(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("training: {lr: 3e-4, steps: 5}\ndata: {path: a.txt}\n")
+    config = load_config(
+        file, ["training.lr=1e-3", "data.path=[b.txt, c.txt]", "training.clip=null", "logging.every=2"]
+    )
+    assert (config.training.lr, config.training.steps, config.training.clip) == (1e-3, 5, None)
+    assert config.data.path == ("b.txt", "c.txt") and config.logging.every == 2
+
+
+def test_an_override_without_a_section_says_how_it_is_written():
+    with pytest.raises(ConfigError, match=r"lr=3: an override is written section\.key=value\."):
+        apply_overrides(SMALL, ["lr=3"])
+
+
+def test_a_mistaken_override_says_which_key_was_meant(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("data: {path: a.txt}\n")
+    with pytest.raises(ConfigError, match=r"training\.stesp is not a key\. Did you mean training\.steps\?"):
+        load_config(file, ["training.stesp=3"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "not YAML"), ("- a", "a mapping of sections is needed, but this is a list"), (None, "cannot be read")],
+)
+def test_a_file_that_is_no_configuration_is_one_line(tmp_path: Path, text: str | None, message: str):
+    file = tmp_path / "c.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_printed_configuration_reads_back_as_itself():
+    config = make_config(SMALL | {"training": {"lr": 1e-5, "betas": [0.8, 0.9]}})
+    assert make_config(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_accumulation_follows_from_the_global_batch():
+    training = Training(micro_batch_size=2, global_batch_size=16)
+    assert accumulation(training, dp=4) == 2
+    assert accumulation(Training(micro_batch_size=2), dp=4) == 1
+
+
+def test_a_global_batch_that_does_not_divide_is_an_error_with_the_numbers():
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size 10 is not a multiple of micro_batch_size 2 x dp 4 = 8\. Use 8 or 16\."
+    ):
+        accumulation(Training(micro_batch_size=2, global_batch_size=10), dp=4)

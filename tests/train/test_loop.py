@@ -1,0 +1,135 @@
+"""Training in parts is training of the whole."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train.tiny import make_folder, make_text, train_plainly
+from tpconvert.checkpoint import merge
+from tpconvert.errors import ConfigError, TrainError
+from tpconvert.train.config import Config, make_config
+from tpconvert.train.loop import train
+from tpconvert.train.model import open_module
+
+PLACES = [(2, 1), (1, 2), (2, 2)]
+
+
+def settings(tmp_path: Path, **training) -> Config:
+    base = {
+        "steps": 20, "micro_batch_size": 2, "global_batch_size": 4, "seq_len": 16, "precision": "fp64", "lr": 0.02,
+    }  # fmt: skip
+    return make_config({
+        "training": base | training,
+        "data": {
+            "path": str(make_text(tmp_path / "text.txt")), "tokenizer": "bytes", "cache": str(tmp_path / "cache"),
+        },
+        "logging": {"every": 1, "tensorboard": False, "jsonl": False},
+    })  # fmt: skip
+
+
+def changed(config: Config, **sections) -> Config:
+    data = config.model_dump(mode="json")
+    return make_config({name: data[name] | sections.get(name, {}) for name in data})
+
+
+def run(mesh, folder: Path, config: Config, output: Path) -> list[float]:
+    return train(folder, config, mesh, output=output)
+
+
+def merged(step: Path, out: Path) -> dict[str, torch.Tensor]:
+    merge(step, out)
+    return load_file(out / "model.safetensors")
+
+
+def worst(ours: list[float], plain: list[float]) -> float:
+    assert len(ours) == len(plain)
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("tp", "dp"), PLACES)
+def test_twenty_steps_equal_plain_training_of_the_whole_model(run_ranks, tmp_path: Path, tp: int, dp: int, optimizer):
+    config = settings(tmp_path, optimizer=optimizer, clip=0.5, **({"lr": 0.3} if optimizer == "sgd" else {}))
+    config = changed(config, training={"micro_batch_size": 4 // dp})
+    folder = make_folder(tmp_path / "model", tp)
+    every = run_ranks(run, tp, folder, config, tmp_path / "run", dp=dp)
+    module, losses = train_plainly(config)
+    assert losses[-1] < 0.8 * losses[0]
+    for ours in every:
+        assert worst(ours, losses) < 1e-9
+    weights = merged(tmp_path / "run" / "step-20", tmp_path / "merged")
+    for name, tensor in module.state_dict().items():
+        assert torch.allclose(weights[name].double(), tensor, atol=1e-6), name
+
+
+def test_accumulating_four_micro_batches_of_one_is_one_of_four_also_with_padding(run_ranks, tmp_path: Path):
+    config = changed(
+        settings(tmp_path), data={"pack": False, "documents": "line"}, training={"steps": 6, "seq_len": 30}
+    )
+    folder = make_folder(tmp_path / "model", 2)
+    at_once = run_ranks(run, 2, folder, changed(config, training={"micro_batch_size": 4}), tmp_path / "a")
+    one_by_one = run_ranks(run, 2, folder, changed(config, training={"micro_batch_size": 1}), tmp_path / "b")
+    on_dp = run_ranks(run, 2, folder, changed(config, training={"micro_batch_size": 1}), tmp_path / "c", dp=2)
+    assert worst(at_once[0], one_by_one[0]) < 1e-11 and worst(at_once[0], on_dp[0]) < 1e-11
+
+
+def test_buckets_of_gradients_make_no_difference(run_ranks, tmp_path: Path):
+    config = settings(tmp_path, steps=3)
+    folder = make_folder(tmp_path / "model", 1)
+    big = run_ranks(run, 1, folder, config, tmp_path / "a", dp=2)
+    small = run_ranks(run, 1, folder, changed(config, parallelism={"bucket_mb": 1e-5}), tmp_path / "b", dp=2)
+    assert big == small
+
+
+@pytest.mark.parametrize("parallelism", [{"activation_checkpointing": "full"}])
+def test_activation_checkpointing_changes_nothing(run_ranks, tmp_path: Path, parallelism: dict):
+    config = settings(tmp_path, steps=4)
+    folder = make_folder(tmp_path / "model", 2, "lm_dropout")
+    plain = run_ranks(run, 2, folder, config, tmp_path / "a")
+    other = run_ranks(run, 2, folder, changed(config, parallelism=parallelism), tmp_path / "b")
+    assert worst(plain[0], other[0]) < 1e-11
+
+
+def test_logits_that_are_worked_on_after_the_head_are_gathered(run_ranks, tmp_path: Path):
+    config = changed(settings(tmp_path, steps=5), training={"micro_batch_size": 4})
+    folder = make_folder(tmp_path / "model", 2, "lm_scaled")
+    ours = run_ranks(run, 2, folder, config, tmp_path / "run")
+    assert worst(ours[0], train_plainly(config, "lm_scaled")[1]) < 1e-9
+
+
+def test_bf16_follows_the_curve_of_fp64(run_ranks, tmp_path: Path):
+    config = settings(tmp_path)
+    folder = make_folder(tmp_path / "model", 2)
+    exact = run_ranks(run, 2, folder, config, tmp_path / "a")
+    low = run_ranks(run, 2, folder, changed(config, training={"precision": "bf16"}), tmp_path / "b")
+    assert worst(low[0], exact[0]) < 0.01  # 2**-8 of a product, averaged over 64 tokens
+
+
+def test_a_loss_that_is_no_number_ends_the_run(run_ranks, tmp_path: Path):
+    config = settings(tmp_path, steps=5, lr=1e300, optimizer="sgd", clip=None)
+    folder = make_folder(tmp_path / "model", 1)
+    with pytest.raises(TrainError, match=r"Step \d: the loss is (nan|inf)\. Lower training\.lr"):
+        from tpconvert.parallel import make_mesh
+
+        train(folder, config, make_mesh(1), output=tmp_path / "run")
+
+
+def test_a_model_that_is_not_for_text_says_so(tmp_path: Path):
+    from tpconvert.source.source import Source
+    from tpconvert.train.model import make_call
+
+    source = Source(
+        name="it", module=torch.nn.Linear(2, 2), inputs={"x": torch.zeros(2, 2)}, build=None, weights=None
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"it: its forward takes x; the trainer gives one tensor of token ids"):
+        make_call(source)
+
+
+def test_the_module_is_built_from_what_the_folder_says_without_tracing(tmp_path: Path):
+    from tpconvert.checkpoint import read_plan
+
+    folder = make_folder(tmp_path / "model", 2)
+    source = open_module(folder, read_plan(folder))
+    assert all(p.is_meta for p in source.module.parameters())

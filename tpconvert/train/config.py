@@ -1,0 +1,241 @@
+"""The training configuration: one YAML file in five sections, checked before anything else happens.
+
+Eight lines train::
+
+    training:
+      steps: 200
+      micro_batch_size: 4
+      seq_len: 256
+      lr: 3.0e-4
+    data:
+      path: corpus.txt
+      objective: causal
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from tpconvert.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and closed to keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Parallelism(Section):
+    """How the ranks share the work; the tp degree is the folder's own, dp is what remains of the world."""
+
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """full: keep only the input of each layer and run its forward again in backward."""
+    compile: bool = False
+    """Compile each layer with torch.compile."""
+    bucket_mb: float = Field(25.0, gt=0)
+    """Gradients are summed over dp in buckets of this size."""
+
+
+class Training(Section):
+    """Batch, length, precision, optimizer and schedule."""
+
+    steps: int = Field(1000, ge=1)
+    micro_batch_size: int = Field(1, ge=1)
+    """Sequences that one rank runs at once."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Sequences of one optimizer step: micro_batch_size x dp x accumulation. Default: no accumulation."""
+    seq_len: int = Field(512, ge=2)
+    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """bf16: autocast over fp32 parameters; fp64 is for proofs."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(3e-4, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    """Where cosine and linear end."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.1, ge=0)
+    """For matrices; never for norms and biases."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """For sgd."""
+    clip: float | None = Field(1.0, gt=0)
+    """Largest gradient norm; null for no clipping."""
+    seed: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Training:
+        if self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} is more than steps {self.steps}")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr} is more than lr {self.lr}")
+        return self
+
+
+class Data(Section):
+    """Where the text is and what is learned from it."""
+
+    path: tuple[str, ...] = Field(min_length=1)
+    """Files, folders or globs, relative to the current folder."""
+    objective: Literal["causal", "masked"] = "causal"
+    format: Literal["auto", "text", "jsonl"] = "auto"
+    """auto: by the file's ending."""
+    documents: Literal["file", "line"] = "file"
+    """What one document of a plain text file is. Each line of JSONL is one."""
+    field: str = "text"
+    """The key of the text in JSONL."""
+    tokenizer: str | None = None
+    """A folder or hub name, or ``bytes``. Default: the tokenizer of the sharded folder."""
+    pack: bool = True
+    """Join documents and cut them into full sequences; otherwise one document a sequence, padded or cut off."""
+    mask_probability: float = Field(0.15, gt=0, lt=1)
+    """For masked: how many tokens are asked for; of these 80 % masked, 10 % random, 10 % as they are."""
+    cache: str | None = None
+    """Folder of the tokenized text. Default: OUTPUT/data."""
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
+class Checkpoint(Section):
+    """When to save and where to go on from."""
+
+    every: int | None = Field(None, ge=1)
+    """Save each N steps; the last step is always saved."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that stay."""
+    resume: str = "none"
+    """``auto`` (the newest complete step of the output folder), ``none``, or the path of a step folder."""
+
+
+class Logging(Section):
+    """What is shown, and how often."""
+
+    every: int = Field(10, ge=1)
+    jsonl: bool = True
+    tensorboard: bool = True
+
+
+class Config(Section):
+    """Everything a run depends on besides the sharded folder."""
+
+    parallelism: Parallelism = Parallelism()
+    training: Training = Training()
+    data: Data
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+
+    def to_yaml(self) -> str:
+        """The whole configuration with every default written out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file with ``section.key=value`` overrides applied."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}.") from None
+    data = {} if data is None else data
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a mapping of sections is needed, but this is a {type(data).__name__}.")
+    return make_config(apply_overrides(data, overrides), where=str(path))
+
+
+def make_config(data: Mapping[str, Any], *, where: str = "config") -> Config:
+    """A checked configuration of plain data; ``where`` names its origin in errors."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {'; '.join(_explain(error))}.") from None
+
+
+def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of ``data`` in which each ``section.key=value`` holds; values are YAML."""
+    out: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
+    for item in overrides:
+        name, equals, text = item.partition("=")
+        section, dot, key = name.partition(".")
+        if not equals or not dot:
+            near = _near(name, [path for path, _ in _keys()])
+            raise ConfigError(f"{item}: an override is written section.key=value.{near}")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        if not isinstance(out.setdefault(section, {}), dict):
+            raise ConfigError(f"{item}: {section} is not a section in the configuration file.")
+        out[section][key] = value
+    return out
+
+
+def accumulation(training: Training, dp: int) -> int:
+    """Micro-batches that one rank runs for one optimizer step.
+
+    >>> accumulation(Training(micro_batch_size=2, global_batch_size=16), dp=4)
+    2
+    """
+    micro = training.micro_batch_size * dp
+    total = micro if training.global_batch_size is None else training.global_batch_size
+    if total % micro:
+        down, up = total // micro * micro, (total // micro + 1) * micro
+        raise ConfigError(
+            f"training.global_batch_size {total} is not a multiple of micro_batch_size {training.micro_batch_size} "
+            f"x dp {dp} = {micro}.",
+            hint=f"Use {f'{down} or ' if down else ''}{up}.",
+        )
+    return total // micro
+
+
+def _keys() -> Iterator[tuple[str, str]]:
+    """``("training.lr", "lr")`` for every key."""
+    for name, info in Config.model_fields.items():
+        section = info.annotation
+        assert isinstance(section, type) and issubclass(section, Section)
+        for key in section.model_fields:
+            yield f"{name}.{key}", key
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    """One sentence for each thing that is wrong."""
+    for item in error.errors():
+        path = ".".join(str(p) for p in item["loc"])
+        if item["type"] == "extra_forbidden":
+            yield f"{path} is not a key.{_near(path, _candidates(path))}".removesuffix(".")
+        elif item["type"] == "missing":
+            yield f"{path} is missing"
+        elif item["type"] == "value_error":
+            yield f"{path}: {item['msg'].removeprefix('Value error, ')}"
+        else:
+            text = item["msg"].removeprefix("Input ")
+            yield f"{path} is {item['input']!r}, but it {text}" if text != item["msg"] else f"{path}: {text}"
+
+
+def _candidates(path: str) -> list[str]:
+    """Keys that ``path`` may have meant: of its own section, else the same word elsewhere."""
+    section, _, key = path.rpartition(".")
+    full = [p for p, _ in _keys()]
+    if section in Config.model_fields:
+        own = [p for p in full if p.startswith(f"{section}.")]
+        if difflib.get_close_matches(path.partition(".")[2], [p.partition(".")[2] for p in own], n=1):
+            return own
+    elsewhere = [p for p, k in _keys() if k == (key or path)]
+    return elsewhere or ([*Config.model_fields] if not section else full)
+
+
+def _near(path: str, candidates: Sequence[str]) -> str:
+    """`` Did you mean X?`` for the candidate nearest to ``path``, or nothing."""
+    last = path.rpartition(".")[2]
+    short = {c.rpartition(".")[2]: c for c in candidates}
+    found = difflib.get_close_matches(last, list(short), n=1, cutoff=0.5)
+    return f" Did you mean {short[found[0]]}?" if found else ""

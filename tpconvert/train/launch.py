@@ -1,0 +1,241 @@
+"""From a process that torchrun started to a rank of a run, and to an exit code with at most one message."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tpconvert.errors import ConfigError, TPConvertError
+
+_PATIENCE = 5.0
+"""Seconds that ranks wait for one another to say which of them failed first."""
+_GRACE = 25.0
+"""Seconds that a step may still take after a signal; torchrun kills after 30."""
+
+
+def main(
+    folder: Path,
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    output: Path | None = None,
+    resume: str | None = None,
+    trust_remote_code: bool = False,
+) -> int:
+    """Run this rank; the exit code.  Whoever fails first says why, in one line, and nobody else says anything."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        config = _config(config_path, overrides, resume)
+        degree = _degree(folder)
+        rank, world = _world(degree, folder)
+    except TPConvertError as error:
+        if first:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(_PATIENCE)  # torchrun ends all ranks when one exits: let the one that speaks be that one
+        return error.exit_code
+    if rank == 0:
+        print(f"# {config_path}, with defaults and overrides\n{config.to_yaml()}", flush=True)
+    return _run(folder, config, degree, rank, world, output or folder, trust_remote_code)
+
+
+def _config(path: Path, overrides: Sequence[str], resume: str | None) -> Any:
+    from tpconvert.train.config import load_config
+
+    if resume and "=" in resume:  # --resume without a value, before an override
+        overrides, resume = [resume, *overrides], "auto"
+    return load_config(path, [*overrides, *([f"checkpoint.resume={resume}"] if resume else [])])
+
+
+def _degree(folder: Path) -> int:
+    from tpconvert.checkpoint import read_manifest
+
+    return read_manifest(folder).tp
+
+
+def _world(degree: int, folder: Path) -> tuple[int, int]:
+    """``(rank, ranks in all)`` as torchrun says, if the folder's tp degree fits."""
+    try:
+        rank, world, _ = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    except (KeyError, ValueError):
+        raise ConfigError(
+            "The trainer was not started by torchrun (RANK, WORLD_SIZE and LOCAL_RANK are not set).",
+            hint=f"Use torchrun --nproc-per-node {degree} -m tpconvert.train {folder} ..., or tpconvert train.",
+        ) from None
+    if world % degree:
+        raise ConfigError(
+            f"{folder} is cut for tp={degree}, which does not divide {world} ranks "
+            f"({world} % {degree} = {world % degree}).",
+            hint=f"Start {degree} ranks or a multiple, or reshard the folder.",
+        )
+    return rank, world
+
+
+def _run(folder: Path, config: Any, degree: int, rank: int, world: int, output: Path, trust_remote_code: bool) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from tpconvert.parallel import make_mesh
+    from tpconvert.train.loop import train
+
+    store = dist.PrefixStore(f"tpconvert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(rank, world))
+    watch = Watch(store.clone(), rank)
+    try:
+        device = _device(torch)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(hours=1))
+        mesh = make_mesh(degree, device=device)
+        prepares = os.environ["LOCAL_RANK"] == "0"
+        train(
+            folder, config, mesh, output=output, trust_remote_code=trust_remote_code, prepares=prepares,
+            stopped=watch.signalled,
+        )  # fmt: skip
+        dist.barrier()
+    except TPConvertError as error:
+        watch.fail(f"error: {error}", error.exit_code)
+    except Exception as error:
+        watch.fail(_told(error, rank, output), 1, peer=isinstance(error, RuntimeError))
+    watch.done()
+    dist.destroy_process_group()
+    return 0
+
+
+def _store(rank: int, world: int) -> Any:
+    """The store at which torchrun's ranks meet."""
+    import torch.distributed as dist
+
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(minutes=10)))
+    return store
+
+
+def _device(torch: Any) -> Any:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local >= count:
+        raise ConfigError(
+            f"This machine has {count} GPUs, but torchrun started more ranks here.",
+            hint=f"Use --nproc-per-node {count}.",
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _told(error: Exception, rank: int, output: Path) -> str:
+    """One line for an error that nobody foresaw; all of it goes to a file."""
+    path = output / f"error-rank-{rank}.txt"
+    lines = str(error).strip().splitlines() or [""]
+    text = f"error: rank {rank}: {type(error).__name__}: {lines[0]}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    except OSError:
+        traceback.print_exception(error)
+        return text
+    return f"{text} (the traceback is in {path})"
+
+
+class Watch:
+    """A thread that ends this rank when another has failed, or when a signal finds it waiting for ever.
+
+    Signals reach Python only between two bytecodes, so a rank that waits in a collective would not notice one.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank, self._signal, self._done = store, rank, 0, False
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def signalled(self) -> bool:
+        """Whether this rank was told to stop."""
+        return self._signal != 0
+
+    def fail(self, message: str, code: int, *, peer: bool = False) -> None:
+        """End this process with ``code``; print ``message`` unless another rank failed first.
+
+        ``peer``: the error may be only that another rank is gone, so that one is given time to speak.
+        """
+        self._done = True
+        deadline = time.monotonic() + _PATIENCE
+        while peer and self._failed() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if self._claim():
+            print(message, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(code)
+
+    def done(self) -> None:
+        """The run is over: watch no longer."""
+        self._done = True
+
+    def _claim(self) -> bool:
+        try:
+            return bool(self._store.add("failed", 1) == 1)
+        except Exception:  # the store is gone, so nobody else can speak
+            return True
+
+    def _failed(self) -> bool | None:
+        try:
+            return True if self._store.check(["failed"]) else None
+        except Exception:
+            return None
+
+    def _watch(self) -> None:
+        since: float | None = None
+        while not self._done:
+            ready, _, _ = select.select([self._read], [], [], 0.5)
+            if ready:
+                self._signal = os.read(self._read, 1)[0]
+                since = since or time.monotonic()
+            if self._failed() and not self._done:
+                time.sleep(_PATIENCE)
+                self._end()
+            if since is not None and time.monotonic() > since + _GRACE:
+                self._end()
+
+    def _end(self) -> None:
+        if not self._done:
+            os._exit(1)
+
+
+def launch(arguments: Sequence[str], ranks: int) -> int:
+    """Start ``ranks`` ranks on this machine, as torchrun does; the exit code of the run."""
+    import logging
+    import uuid
+
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "tpconvert.train", *arguments)
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        return max(codes) if max(codes) > 0 else 1
+    except SignalException:  # the ranks were told too, and have saved
+        return 0
+    return 0

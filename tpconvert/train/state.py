@@ -1,0 +1,236 @@
+"""``step-N/``: everything a run needs to go on as if it had never stopped, in the format of any sharded folder.
+
+::
+
+    step-40/ manifest.json plan.json config.json ...       as tpconvert shard writes them, so merge and reshard work
+             trainer.json                                  step, position in the data, updates of each parameter
+             rank-00000-of-00002/ model.safetensors        in the dtypes of the source
+                                  master.safetensors       the same in the dtype of training, where that is another
+                                  optimizer.exp_avg.safetensors  optimizer.exp_avg_sq.safetensors
+
+Learning rate and random numbers are functions of the step, so they need no room here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpconvert.checkpoint import (
+    NewFolder,
+    carry,
+    entries_like,
+    finish,
+    load_rank,
+    partial_path,
+    read_manifest,
+    write_rank,
+)
+from tpconvert.errors import CheckpointError, ConfigError
+from tpconvert.parallel import Mesh
+from tpconvert.parallel.convert import named_tensors
+from tpconvert.spec.manifest import NAME, Manifest
+from tpconvert.spec.plan import Plan
+from tpconvert.train.config import Config
+from tpconvert.train.data import Position
+from tpconvert.train.optimizer import load_optimizer_tensors, optimizer_tensors
+from tpconvert.train.ranks import together
+
+TRAINER = "trainer.json"
+MASTER = "master"
+_OPTIMIZER = "optimizer."
+_FORMAT = 1
+_STEP = re.compile(r"step-(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    """Steps done."""
+    position: Position = field(default_factory=Position)
+    updates: dict[str, float] = field(default_factory=dict)
+    """Updates of each parameter by the optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What stays the same from the first step to the last."""
+
+    base: Path
+    """The sharded folder."""
+    output: Path
+    """Where steps and metrics go."""
+    plan: Plan
+    config: Config
+    mesh: Mesh
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that speaks and writes for all."""
+        return self.mesh.rank == 0 and self.mesh.dp_rank == 0
+
+
+def find_start(folder: Path, output: Path, resume: str) -> Path:
+    """The folder to load: the sharded one, or the step to go on from."""
+    if resume == "none":
+        if steps := complete_steps(output):
+            raise ConfigError(
+                f"{output}: has {steps[-1].name} of an earlier run.", hint="Add --resume, or choose another --output."
+            )
+        return folder
+    if resume == "auto":
+        return (complete_steps(output) or [folder])[-1]
+    path = Path(resume)
+    if not (path / TRAINER).is_file() or not (path / NAME).is_file():
+        raise ConfigError(f"{path}: there is no complete step of a training run to resume from.")
+    return path
+
+
+def complete_steps(output: Path) -> list[Path]:
+    """The finished ``step-N`` folders, in ascending order."""
+    found = [p for p in output.glob("step-*") if _STEP.search(p.name)]
+    whole = [p for p in found if (p / NAME).is_file() and (p / TRAINER).is_file()]
+    return sorted(whole, key=_number)
+
+
+def read_progress(folder: Path, resume: str) -> Progress:
+    """How far the run in a folder had come; a folder that is no step, or is not to be resumed, begins at 0."""
+    path = folder / TRAINER
+    if resume == "none" or not path.is_file():
+        return Progress()
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        if data["format"] != _FORMAT:
+            raise CheckpointError(
+                f"{path}: format {data['format']!r}; this version of tpconvert reads format {_FORMAT}."
+            )
+        usual = data["updates"]
+        names = read_manifest(folder).groups
+        every = {name: usual["all"] for group in names for name in names[group] if group.startswith(_OPTIMIZER)}
+        return Progress(int(data["step"]), Position(**data["position"]), every | usual["but"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
+
+
+def check_same_model(base: Manifest, start: Manifest, where: Path) -> None:
+    """Raise where a step is not one of the model in the sharded folder."""
+    if base.source.get("fingerprint") != start.source.get("fingerprint") or base.tensors.keys() != start.tensors.keys():
+        raise ConfigError(f"{where}: is a step of another model than the sharded folder holds.")
+
+
+def load_tensors(folder: Path, mesh: Mesh, dtype: torch.dtype, *, masters: bool) -> dict[str, Tensor]:
+    """This rank's tensors for training: floating ones in ``dtype``, exactly as they were when they were saved."""
+    held = read_manifest(folder)
+    tensors = load_rank(folder, mesh.rank, device=mesh.device, tp=mesh.degree)
+    if masters and MASTER in held.groups:
+        tensors |= load_rank(folder, mesh.rank, device=mesh.device, tp=mesh.degree, group=MASTER)
+    own = {
+        name: tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+        for name, tensor in tensors.items()
+    }
+    return own | {name: own[first] for name, first in held.tied.items()}
+
+
+def load_optimizer(
+    folder: Path, mesh: Mesh, optimizer: torch.optim.Optimizer, module: nn.Module, updates: Mapping[str, float]
+) -> None:
+    """Give the optimizer the state in a step folder."""
+    held = read_manifest(folder)
+    kinds = {
+        group.removeprefix(_OPTIMIZER): {
+            name: tensor.clone()
+            for name, tensor in load_rank(folder, mesh.rank, device=mesh.device, tp=mesh.degree, group=group).items()
+        }
+        for group in held.groups
+        if group.startswith(_OPTIMIZER)
+    }
+    load_optimizer_tensors(optimizer, stored_parameters(module, held), kinds, updates)
+
+
+def save_step(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, step: int, position: Position) -> Path:
+    """Write ``step-N`` by all ranks: complete under its name, or not at all; then remove those beyond ``keep``."""
+    mesh, out = run.mesh, run.output / f"step-{step}"
+    held = read_manifest(run.base)
+    kinds, updates = optimizer_tensors(optimizer, stored_parameters(module, held))
+    tensors, groups = _to_store(module, held, kinds)
+    made = replace(held, tp=mesh.degree, groups={g: entries_like(held.tensors, t) for g, t in groups.items()})
+    progress = Progress(step, position, updates)
+
+    def write() -> None:
+        if mesh.dp_rank == 0:
+            write_rank(partial_path(out), mesh.rank, mesh.degree, tensors, groups)
+
+    with contextlib.ExitStack() as stack:
+        new = together(mesh, lambda: _begin(stack, out, run, held, progress) if run.first else None)
+        together(mesh, write)
+        together(mesh, lambda: finish(new, made, run.plan) if new is not None else None)
+    if run.first:
+        _forget(run.output, run.config.checkpoint.keep, out)
+    return out
+
+
+def stored_parameters(module: nn.Module, held: Manifest) -> dict[str, nn.Parameter]:
+    """The parameters by the names they are stored under, each once."""
+    return {n: p for n, p in named_tensors(module) if n in held.tensors and isinstance(p, nn.Parameter)}
+
+
+def _to_store(
+    module: nn.Module, held: Manifest, kinds: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """``(tensors in the dtypes of the source, groups)``."""
+    live = {name: tensor.detach() for name, tensor in named_tensors(module) if name in held.tensors}
+    groups = {_OPTIMIZER + kind: dict(tensors) for kind, tensors in kinds.items()}
+    stored = {name: live[name].to(getattr(torch, entry.dtype)) for name, entry in held.tensors.items()}
+    masters = {name: tensor for name, tensor in live.items() if tensor.dtype != stored[name].dtype}
+    return stored, groups | ({MASTER: masters} if masters else {})
+
+
+def _begin(stack: contextlib.ExitStack, out: Path, run: Run, held: Manifest, progress: Progress) -> NewFolder:
+    """The unfinished folder, with all that belongs to no rank."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        new = stack.enter_context(NewFolder(out, force=True))
+        carry(run.base, held, new.path)
+        (new.path / TRAINER).write_text(json.dumps(_trainer(run, progress), indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be written ({error.strerror}).") from None
+    return new
+
+
+def _trainer(run: Run, progress: Progress) -> dict[str, Any]:
+    counts = Counter(progress.updates.values())
+    usual = counts.most_common(1)[0][0] if counts else 0.0
+    return {
+        "format": _FORMAT,
+        "step": progress.step,
+        "position": asdict(progress.position),
+        "updates": {"all": usual, "but": {n: u for n, u in progress.updates.items() if u != usual}},
+        "tp": run.mesh.degree,
+        "dp": run.mesh.dp_degree,
+        "config": run.config.model_dump(mode="json"),
+    }
+
+
+def _forget(output: Path, keep: int, newest: Path) -> None:
+    """Remove all but the last ``keep`` steps."""
+    for old in complete_steps(output)[:-keep]:
+        if old != newest:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _number(path: Path) -> int:
+    match = _STEP.search(path.name)
+    assert match is not None
+    return int(match[1])
