@@ -1,11 +1,351 @@
-"""The command ``tpconvert``: each command reads its options, calls one function and prints what it returns."""
+"""The command ``tpconvert``: each command reads its options, calls one function and prints what it returns.
+
+Imports are inside the commands, so that ``--help`` answers at once.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
 import click
 
+from tpconvert.errors import CheckpointError, PlanError, TPConvertError
 
-@click.group()
+if TYPE_CHECKING:
+    from tpconvert.source import Source
+    from tpconvert.spec.plan import Plan
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota of the disk is used up"}
+_FORBIDDEN = {errno.EACCES: "permission denied", errno.EPERM: "permission denied", errno.EROFS: "the disk is read-only"}
+
+
+class Commands(click.Group):
+    """Turns what users can mend into one line; a traceback is left to faults of tpconvert itself."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except TPConvertError as error:
+            if ctx.params.get("traceback"):
+                raise
+            _fail(str(error), error.exit_code)
+        except OSError as error:
+            told = (_FULL | _FORBIDDEN).get(error.errno or 0)
+            if told is None or ctx.params.get("traceback"):
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            hint = " Make room, or choose another disk." if error.errno in _FULL else ""
+            _fail(f"{where}{told}.{hint}", 2)
+        except KeyboardInterrupt:
+            _fail("interrupted.", 130)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    sys.exit(code)
+
+
+def source_options(function: F) -> F:
+    """The options by which a SOURCE is opened."""
+    for option in (
+        click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id."),
+        click.option("--trust-remote-code", is_flag=True, help="Run code that lies beside the weights."),
+        click.option("--weights", metavar="FILE", help="Safetensors for a SOURCE that is a function."),
+        click.option("--task", metavar="TASK", help="The head: causal-lm, masked-lm, ... [default: the config's own]"),
+    ):
+        function = option(function)
+    return function
+
+
+def plan_options(function: F) -> F:
+    """The options by which a plan is made."""
+    for option in (
+        click.option("--rules", multiple=True, metavar="FILE", help="More rules, in TOML; may be repeated."),
+        click.option(
+            "--set", "overrides", multiple=True, metavar="PATTERN=whole", help="Leave whole; may be repeated."
+        ),
+        click.option(
+            "--tp", type=click.IntRange(min=1), metavar="N", help="The degree: how many ranks share the model."
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+out_option = click.option("-o", "--out", required=True, metavar="DIR", help="The folder to write.")
+force_option = click.option("--force", is_flag=True, help="Replace an output that exists.")
+check_option = click.option("--check", is_flag=True, help="Compare every file with its hash first.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+all_option = click.option("--all", "every", is_flag=True, help="One line a tensor, not folded over layers.")
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="tpconvert")
-def main() -> None:
-    """Automatic tensor parallelism for any PyTorch model, proved equal."""
+@click.option("--traceback", is_flag=True, help="Show where an error came from.")
+def main(traceback: bool) -> None:
+    """Automatic tensor parallelism for any PyTorch model, proved equal.
+
+    SOURCE is a Hugging Face id or folder, or path/to/file.py:function, or package.module:function, where the function
+    returns (module, example inputs).
+    """
+
+
+@main.command()
+@click.argument("source")
+@plan_options
+@source_options
+@click.option("-o", "--out", metavar="FILE", help="Write the plan.")
+@force_option
+@json_option
+@all_option
+def plan(
+    source: str,
+    tp: int | None,
+    overrides: tuple[str, ...],
+    rules: tuple[str, ...],
+    out: str | None,
+    force: bool,
+    as_json: bool,
+    every: bool,
+    **opening: Any,
+) -> None:
+    """Show what would be cut, what stays whole, and why."""
+    from tpconvert.report import plan_report, plan_text
+
+    target = Path(out) if out else None
+    if target and target.exists() and not force:
+        raise PlanError(f"{target}: exists already.", hint="Use --force to replace it, or choose another output.")
+    opened, made = _planned(source, tp, overrides, rules, None, opening)
+    if target:
+        target.write_text(made.dumps())
+    report = plan_report(made, fold=not every)
+    click.echo(json.dumps(made.to_json() | {"report": report.to_json()}) if as_json else plan_text(report))
+    _say_notes(opened)
+
+
+@main.command()
+@click.argument("source")
+@plan_options
+@source_options
+@click.option("--plan", "plan_file", metavar="FILE", help="Use this plan.json instead of making one.")
+@out_option
+@force_option
+def shard(
+    source: str,
+    tp: int | None,
+    overrides: tuple[str, ...],
+    rules: tuple[str, ...],
+    plan_file: str | None,
+    out: str,
+    force: bool,
+    **opening: Any,
+) -> None:
+    """Write one folder of safetensors a rank, with a manifest."""
+    from tpconvert.checkpoint import shard as write
+    from tpconvert.progress import progress_bar
+
+    opened, made = _planned(source, tp, overrides, rules, plan_file, opening)
+    weights = opened.weights()
+    with progress_bar("sharding") as progress:
+        manifest = write(weights, made, Path(out), force=force, progress=progress)
+    _say_notes(opened)
+    click.echo(f"{out}: {len(manifest.tensors)} tensors for {manifest.tp} ranks.")
+
+
+@main.command()
+@click.argument("source")
+@click.argument("folder", required=False)
+@plan_options
+@source_options
+@click.option("--plan", "plan_file", metavar="FILE", help="Use this plan.json instead of making one.")
+@click.option("--twin", is_flag=True, help="Verify a shrunk twin of the same classes, for a model too large to run.")
+@click.option("--emulate", is_flag=True, help="All ranks in lockstep in one process, op by op: seconds.")
+@json_option
+@all_option
+def verify(
+    source: str,
+    folder: str | None,
+    tp: int | None,
+    overrides: tuple[str, ...],
+    rules: tuple[str, ...],
+    plan_file: str | None,
+    twin: bool,
+    emulate: bool,
+    as_json: bool,
+    every: bool,
+    **opening: Any,
+) -> None:
+    """Prove that the converted model equals the whole one; exit 0 if so, 1 if not, 2 if it could not be run."""
+    from tpconvert.verify import proof_text
+    from tpconvert.verify import verify as prove
+
+    if folder and tp is None:
+        from tpconvert.checkpoint import read_manifest
+
+        tp = read_manifest(Path(folder)).tp
+    opened = _opened(source, opening)
+    if twin:
+        from tpconvert.source import twin as shrink
+
+        opened = shrink(opened)
+    made = _plan_of(opened, tp, overrides, rules, plan_file)
+    proof = prove(opened, made, folder=Path(folder) if folder else None, emulate=emulate)
+    _say_notes(opened)
+    click.echo(json.dumps(proof.to_json()) if as_json else proof_text(proof, every=every))
+    if not proof.equal:
+        sys.exit(1)
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("folder")
+@click.option("--config", required=True, metavar="FILE", help="The training configuration, in YAML.")
+@click.option(
+    "--nproc-per-node", type=click.IntRange(min=1), metavar="N", help="Ranks here. [default: the folder's tp]"
+)
+@click.argument("more", nargs=-1, type=click.UNPROCESSED)
+def train(folder: str, config: str, nproc_per_node: int | None, more: tuple[str, ...]) -> None:
+    """Train a sharded folder on this machine's devices; MORE goes to tpconvert.train as it is."""
+    import subprocess
+
+    from tpconvert.checkpoint import read_manifest
+    from tpconvert.train.config import load_config
+
+    degree = read_manifest(Path(folder)).tp
+    # A mistake is told here, before torchrun adds its own report of failed processes.
+    load_config(Path(config), [item for item in more if "=" in item and not item.startswith("-")])
+    ranks = nproc_per_node or degree
+    if ranks % degree:
+        raise CheckpointError(
+            f"{folder} is cut for {degree} ranks, which do not divide {ranks}.",
+            hint=f"Use a multiple of {degree}, or tpconvert reshard.",
+        )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run([*torchrun, "-m", "tpconvert.train", folder, "--config", config, *more], check=False)
+    sys.exit(done.returncode)
+
+
+@main.command()
+@click.argument("folder")
+@out_option
+@force_option
+@check_option
+def merge(folder: str, out: str, force: bool, check: bool) -> None:
+    """Write one ordinary checkpoint; for a Hugging Face source, a folder that from_pretrained loads."""
+    from tpconvert.checkpoint import merge as write
+    from tpconvert.progress import progress_bar
+
+    with progress_bar("merging") as progress:
+        write(Path(folder), Path(out), force=force, progress=progress, check=check)
+    click.echo(f"{out}: merged.")
+
+
+@main.command()
+@click.argument("folder")
+@click.option("--tp", required=True, type=click.IntRange(min=1), metavar="M", help="The new degree.")
+@out_option
+@force_option
+@check_option
+def reshard(folder: str, tp: int, out: str, force: bool, check: bool) -> None:
+    """Write a sharded folder for another number of ranks, without a whole model in between."""
+    from tpconvert.checkpoint import reshard as write
+    from tpconvert.progress import progress_bar
+
+    with progress_bar("resharding") as progress:
+        manifest = write(Path(folder), Path(out), tp=tp, force=force, progress=progress, check=check)
+    click.echo(f"{out}: {len(manifest.tensors)} tensors for {manifest.tp} ranks.")
+
+
+@main.command()
+@click.argument("folder")
+@check_option
+@json_option
+@all_option
+def inspect(folder: str, check: bool, as_json: bool, every: bool) -> None:
+    """Show what a sharded folder holds."""
+    from tpconvert.checkpoint import inspect as look
+    from tpconvert.report import folder_rows, folder_text
+
+    seen = look(Path(folder), check=check)
+    if as_json:
+        click.echo(json.dumps(seen.manifest.to_json()))
+    else:
+        click.echo(folder_text(seen.manifest, folder_rows(seen.manifest, fold=not every), where=folder))
+    if seen.faults:
+        raise CheckpointError(f"{folder}: {' '.join(seen.faults)}", hint="Restore the files, or make the folder again.")
+    if check:
+        click.echo("Every byte is as it was written.", err=True)
+
+
+def _planned(
+    source: str,
+    tp: int | None,
+    overrides: tuple[str, ...],
+    rules: tuple[str, ...],
+    plan_file: str | None,
+    opening: dict[str, Any],
+) -> tuple[Source, Plan]:
+    _check_plan_options(tp, overrides, rules, plan_file)
+    opened = _opened(source, opening)
+    return opened, _plan_of(opened, tp, overrides, rules, plan_file)
+
+
+def _opened(source: str, opening: dict[str, Any]) -> Source:
+    from tpconvert.source import open_source
+
+    return open_source(source, **opening)
+
+
+def _plan_of(
+    opened: Source, tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None
+) -> Plan:
+    _check_plan_options(tp, overrides, rules, plan_file)
+    if plan_file:
+        return _read_plan(Path(plan_file), tp)
+    from tpconvert.planning import make_plan
+    from tpconvert.source.blame import blaming
+
+    with blaming(f"{opened.name} failed while it was traced"):
+        return make_plan(
+            opened.module,
+            opened.inputs,
+            tp=tp or 1,
+            overrides=overrides,
+            rules=tuple(map(Path, rules)),
+            source=opened.description,
+        )
+
+
+def _check_plan_options(
+    tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None
+) -> None:
+    if plan_file and (overrides or rules):
+        raise click.UsageError("--plan is a plan already made: --set and --rules have no effect on it.")
+    if tp is None and not plan_file:
+        raise click.UsageError("Missing option '--tp'.")
+
+
+def _read_plan(path: Path, tp: int | None) -> Plan:
+    from tpconvert.spec.plan import Plan
+
+    try:
+        plan = Plan.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise PlanError(f"--plan: there is no file {path}.") from None
+    except UnicodeDecodeError:
+        raise PlanError(f"{path}: the plan is not JSON.") from None
+    if tp not in (None, plan.tp):
+        raise PlanError(f"{path} is a plan for tp={plan.tp}, not {tp}.", hint=f"Leave --tp out, or use --tp {plan.tp}.")
+    return plan
+
+
+def _say_notes(opened: Source) -> None:
+    for note in opened.notes:
+        click.echo(f"note: {note}", err=True)

@@ -34,13 +34,9 @@ def open_source(
         if weights:
             raise SourceError(f"--weights is for functions; {name} brings its own.")
         source = open_huggingface(name, task=task, trust_remote_code=trust_remote_code, revision=revision)
-    common = {
-        "name": name,
-        "inputs": _shapes(source.inputs),
-        "torch": torch.__version__,
-        "tpconvert": version("tpconvert"),
-    }
-    return replace(source, description=common | source.description)
+    versions = {"torch": torch.__version__, "tpconvert": version("tpconvert")}
+    description = {"name": name, "inputs": _shapes(source.inputs)} | versions | source.description
+    return replace(source, description=description)
 
 
 def _shapes(inputs: Any) -> Any:

@@ -45,11 +45,8 @@ def told(error: BaseException) -> str:
 
 
 def _foreign(filename: str) -> bool:
-    path = Path(filename)
-    return (
-        filename.startswith(("<", _OURS))
-        or ("site-packages" not in path.parts and filename.startswith(sysconfig.get_path("stdlib")))
-        or any(
-            a == "site-packages" and b in ("torch", "click") for a, b in zip(path.parts, path.parts[1:], strict=False)
-        )
-    )
+    parts = Path(filename).parts
+    if "site-packages" in parts:
+        package = parts[parts.index("site-packages") + 1]
+        return package in ("torch", "click")
+    return filename.startswith(("<", _OURS, sysconfig.get_path("stdlib")))

@@ -23,7 +23,7 @@ from tpconvert.source.source import Inputs, Source
 if TYPE_CHECKING:
     from tpconvert.checkpoint.weights import Weights
 
-Function = Callable[[], tuple[nn.Module, Inputs]]
+Function = Callable[[], Any]
 
 
 def is_callable_name(name: str) -> bool:
@@ -45,7 +45,7 @@ def open_callable(name: str, *, weights: str | None = None) -> Source:
         module=parameters_to_meta(module).eval(),
         inputs=real_inputs(inputs),
         build=build,
-        weights=partial(_weights, build, stored),
+        weights=partial(_weights, module, build, stored),
         description={"class": type(module).__name__},
         notes=notes,
     )
@@ -151,9 +151,8 @@ def _check_names(module: nn.Module, tensors: dict[str, torch.Tensor], stored: Pa
         if name in tensors and tensors[name].shape != value.shape:
             raise SourceError(f"{name} is {list(tensors[name].shape)} in {stored}, {list(value.shape)} in the module.")
     if unknown := sorted(set(tensors) - set(own)):
-        raise SourceError(
-            f"{stored} has a tensor {unknown[0]} that the module has not.", hint=_near_name(unknown[0], own)
-        )
+        hint = _near_name(unknown[0], own)
+        raise SourceError(f"{stored} has a tensor {unknown[0]} that the module has not.", hint=hint)
 
 
 def _near_name(name: str, names: Any) -> str:
@@ -161,10 +160,10 @@ def _near_name(name: str, names: Any) -> str:
     return f"It has {near[0]}." if near else ""
 
 
-def _weights(build: Callable[[], nn.Module], stored: Path | None) -> Weights:
-    from tpconvert.checkpoint.weights import file_weights, module_weights
+def _weights(module: nn.Module, build: Callable[[], nn.Module], stored: Path | None) -> Weights:
+    from tpconvert.checkpoint.weights import file_weights, module_weights, ties_of
 
-    return file_weights(stored) if stored else module_weights(build())
+    return file_weights(stored, tied=ties_of(module)) if stored else module_weights(build())
 
 
 def _is_dotted(place: str) -> bool:

@@ -20,6 +20,7 @@ MANY = 1 << 24
 _FACTORIES = frozenset(
     (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.empty_strided, torch.randint)
 )
+_LIKE = frozenset((torch.zeros_like, torch.ones_like, torch.full_like))
 
 
 class _FewReal(TorchFunctionMode):
@@ -27,6 +28,8 @@ class _FewReal(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _LIKE and args and args[0].is_meta and args[0].numel() <= MANY:
+            return func(*args, **{"device": "cpu"} | kwargs)
         if func in _FACTORIES and torch.device(kwargs.get("device") or "cpu").type != "meta":
             shape_only = func(*args, **{k: v for k, v in kwargs.items() if k not in ("generator", "out")} | _META)
             if shape_only.numel() > (FEW if func in (torch.empty, torch.empty_strided) else MANY):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tpconvert.errors import SourceError
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 _BESIDE = ("*.json", "*.py", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
@@ -23,24 +22,17 @@ class Home:
     hub: bool = False
 
     def with_weights(self) -> Path:
-        """The folder, its safetensors downloaded."""
-        if not self.hub:
-            return self.folder
-        return _download(self.name, self.revision, ("*.safetensors", "*.safetensors.index.json"))
+        """The folder, its weights downloaded: safetensors, or pickles where there are none."""
+        for patterns in (("*.safetensors",), ("*.bin", "*.pt")) if self.hub else ():
+            _download(self.name, self.revision, patterns)
+            if _holds_weights(self.folder):
+                break
+        return self.folder
 
     @property
     def has_weights(self) -> bool:
-        """Whether safetensors lie in the folder; a hub id is taken to have them."""
-        return self.hub or any(self.folder.glob("*.safetensors"))
-
-    def beside(self) -> Mapping[str, Path]:
-        """Everything in the folder that holds no weights, hidden files left out: relative name -> file."""
-        found = {}
-        for path in sorted(self.folder.rglob("*")):
-            name = path.relative_to(self.folder)
-            if path.is_file() and not path.name.endswith(_WEIGHTS) and not any(p.startswith(".") for p in name.parts):
-                found[name.as_posix()] = path
-        return found
+        """Whether weights lie in the folder; a hub id is taken to have them."""
+        return self.hub or _holds_weights(self.folder)
 
 
 def find_home(name: str, revision: str | None) -> Home:
@@ -49,12 +41,6 @@ def find_home(name: str, revision: str | None) -> Home:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise SourceError(f"{name} has no config.json.", hint=_folder_hint(path))
-        foreign = sorted(p.name for p in path.glob("*.bin"))
-        if foreign and not any(path.glob("*.safetensors")):
-            raise SourceError(
-                f"{name} has its weights in {foreign[0]}; only safetensors are read.",
-                hint="Load it with from_pretrained and save it with save_pretrained, which writes safetensors.",
-            )
         return Home(name, path)
     if _is_path(name):
         raise SourceError(f"There is no {name}.", hint=_near_path(path))
@@ -63,27 +49,26 @@ def find_home(name: str, revision: str | None) -> Home:
     return Home(name, folder, revision=folder.name, hub=True)
 
 
+def _holds_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"))
+
+
 def _download(name: str, revision: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    ways = f"Fetch it where there is a network (hf download {name}), or give a local folder, or file.py:function."
     try:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
     except GatedRepoError:
-        raise SourceError(
-            f"{name} is gated on the Hugging Face hub.", hint="Ask for access there, then: hf auth login."
-        ) from None
+        text, hint = "is gated on the Hugging Face hub.", "Ask for access there, then: hf auth login."
     except RevisionNotFoundError:
-        raise SourceError(f"{name} has no revision {revision!r} on the Hugging Face hub.") from None
+        text, hint = f"has no revision {revision!r} on the Hugging Face hub.", ""
     except RepositoryNotFoundError:
-        raise SourceError(
-            f"The Hugging Face hub has no model {name}, nor is there such a folder.", hint=_near_path(Path(name))
-        ) from None
+        text, hint = "is neither a folder nor a model on the Hugging Face hub.", _near_path(Path(name))
     except (HfHubHTTPError, OSError, ValueError):
-        raise SourceError(
-            f"{name} is no local folder, nor in the Hugging Face cache, and the hub cannot be reached.", hint=ways
-        ) from None
+        text = "is neither a folder nor in the Hugging Face cache, and the hub cannot be reached."
+        hint = f"Fetch it where there is a network (hf download {name}), or give a folder, or file.py:function."
+    raise SourceError(f"{name} {text}", hint=hint)
 
 
 def _is_path(name: str) -> bool:

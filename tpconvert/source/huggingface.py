@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
+from shutil import copytree
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,9 +54,8 @@ def open_huggingface(
         module=module,
         inputs=inputs,
         build=partial(_real, home, kind, make, config, trust_remote_code),
-        weights=partial(_weights, home, module, config),
+        weights=partial(_weights, home, module, make, config),
         description={k: v for k, v in description.items() if v},
-        files=home.beside(),
         has_weights=home.has_weights,
         config=config,
         make=make,
@@ -120,31 +123,56 @@ def _untrusted(home: Home, remote: dict[str, str]) -> SourceError:
     )
 
 
-def _from_config(kind: Any, config: Any, *, trust: bool) -> nn.Module:
+def _from_config(kind: Any, config: Any, *, trust: bool) -> Any:
     """A module of random weights from a copy of the config."""
     copy = deepcopy(config)
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if hasattr(kind, "_from_config"):
-            return kind._from_config(copy)  # type: ignore[no-any-return]
-        return kind.from_config(copy, trust_remote_code=trust)  # type: ignore[no-any-return]
+            return kind._from_config(copy)
+        return kind.from_config(copy, trust_remote_code=trust)
 
 
-def _built(home: Home, make: Any, config: Any) -> nn.Module:
+def _built(home: Home, make: Any, config: Any) -> Any:
     try:
-        return make(config)  # type: ignore[no-any-return]
+        return make(config)
     except Exception as error:
         raise SourceError(f"{home.name}: the model cannot be built from its config: {told(error)}") from error
 
 
 def _real(home: Home, kind: Any, make: Any, config: Any, trust: bool) -> nn.Module:
+    _check_whole(home)
     if not home.has_weights:
-        return _built(home, make, config).eval()
+        return _in_evaluation(_built(home, make, config))
     with quiet():
-        return kind.from_pretrained(home.with_weights(), trust_remote_code=trust).eval()  # type: ignore[no-any-return]
+        return _in_evaluation(kind.from_pretrained(home.with_weights(), trust_remote_code=trust))
 
 
-def _weights(home: Home, module: nn.Module, config: Any) -> Weights:
+def _in_evaluation(module: nn.Module) -> nn.Module:
+    return module.eval()
+
+
+def _weights(home: Home, module: nn.Module, make: Any, config: Any) -> Weights:
     from tpconvert.source.conversion import hf_weights
 
-    return hf_weights(home.with_weights(), module)
+    _check_whole(home)
+    if home.has_weights:
+        return hf_weights(home.with_weights(), module)
+    # Saved as transformers would, since its names on disk may be others than the module's.
+    folder = TemporaryDirectory(prefix="tpconvert-")
+    copytree(home.folder, folder.name, dirs_exist_ok=True)
+    with quiet():
+        _built(home, make, config).save_pretrained(folder.name)
+    weights = hf_weights(Path(folder.name), module)
+    weights.source["name"] = home.name
+    weakref.finalize(weights, folder.cleanup)
+    return weights
+
+
+def _check_whole(home: Home) -> None:
+    """Raise for a folder of rank files: its config opens, but it must not be taken for one without weights."""
+    if (home.folder / "manifest.json").is_file():
+        raise SourceError(
+            f"{home.name} is a sharded folder, not a source.",
+            hint="Merge it first, or use tpconvert reshard for another degree.",
+        )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tpconvert.errors import SourceError
 
@@ -19,42 +22,46 @@ _WIDEST = 1000
 
 
 def example_inputs(module: nn.Module, config: Any) -> dict[str, Any]:
-    """Keyword arguments that the module's forward accepts, the first of :func:`candidates`."""
-    return next(candidates(module, config))
+    """Keyword arguments for the module's forward: the first of :func:`candidates` that it runs on.
+
+    A forward of nothing but words is not tried out; there is only one way to write those.
+    """
+    found = list(candidates(module, config))
+    if len(found) > 1:
+        skeleton = deepcopy(module).to("meta")
+        return next((inputs for inputs in found if _runs(skeleton, inputs)), found[0])
+    return found[0]
 
 
 def candidates(module: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
-    """Keyword arguments worth trying, the likeliest first.
+    """Keyword arguments worth trying: with few inputs first, then with all that are known.
 
     What an audio or video model calls its input says nothing of the order of its dims, so there is more than one.
     """
     signature = inspect.signature(module.forward).parameters
     main = getattr(module, "main_input_name", "input_ids")
-    for value in _main_values(main, module, config):
-        inputs = {main: value} | _companions(signature, main, value, config)
-        missing = [
-            name
-            for name, p in signature.items()
-            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and name not in inputs
-        ]
-        if missing:
-            raise SourceError(
-                f"{type(module).__name__}: no example is known for the input {missing[0]!r} of its forward.",
-                hint="Name a function instead, file.py:function, that returns (module, inputs).",
-            )
-        yield inputs
+    required = {n for n, p in signature.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    unknown = sorted(({main} | required) - {"input_ids", "attention_mask", "decoder_input_ids", *_MAKERS})
+    if unknown:
+        raise SourceError(
+            f"{type(module).__name__}: no example is known for the input {unknown[0]!r} of its forward.",
+            hint="Name a function instead, file.py:function, that returns (module, inputs).",
+        )
+    known = [n for n in ("input_ids", *_MAKERS) if n in signature]
+    few = {main} | required
+    more = [few, few | {"input_ids"}, few | {"input_ids", "pixel_values"}, few | {"input_values"}, set(known)]
+    for wanted in dict.fromkeys(tuple(n for n in known if n in names) for names in more):
+        makers = [_MAKERS[name](config) if name in _MAKERS else iter([_ids(config, LENGTH)]) for name in wanted]
+        for values in itertools.product(*makers):
+            inputs = dict(zip(wanted, values, strict=True))
+            yield inputs | _companions(signature, inputs, config)
 
 
-def _companions(signature: Any, main: str, value: Tensor, config: Any) -> dict[str, Any]:
-    """What goes along with the main input."""
+def _companions(signature: Any, inputs: dict[str, Tensor], config: Any) -> dict[str, Any]:
+    """What goes along with the inputs."""
     out: dict[str, Any] = {}
-    if main == "input_ids":
-        if "attention_mask" in signature:
-            out["attention_mask"] = torch.ones_like(value)
-        if "pixel_values" in signature and signature["pixel_values"].default is inspect.Parameter.empty:
-            out["pixel_values"] = next(_images(config))
-    elif "input_ids" in signature and signature["input_ids"].default is inspect.Parameter.empty:
-        out["input_ids"] = _ids(config, LENGTH)
+    if "input_ids" in inputs and "attention_mask" in signature:
+        out["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if "decoder_input_ids" in signature and getattr(config, "is_encoder_decoder", False):
         out["decoder_input_ids"] = _ids(config, OTHER_LENGTH)
     if "use_cache" in signature:
@@ -62,16 +69,25 @@ def _companions(signature: Any, main: str, value: Tensor, config: Any) -> dict[s
     return out
 
 
-def _main_values(main: str, module: nn.Module, config: Any) -> Iterator[Tensor]:
-    if main == "input_ids":
-        yield _ids(config, LENGTH)
-    elif main in _MAKERS:
-        yield from _MAKERS[main](config)
-    else:
-        raise SourceError(
-            f"{type(module).__name__}: no example is known for its main input {main!r}.",
-            hint="Name a function instead, file.py:function, that returns (module, inputs).",
-        )
+class _Answers(TorchFunctionMode):
+    """Says yes, and one, where a forward on meta asks for a value: enough to see whether shapes fit."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__bool__:
+            return True
+        if func in (Tensor.item, Tensor.__int__, Tensor.__index__):
+            return 1
+        return func(*args, **kwargs or {})
+
+
+def _runs(skeleton: nn.Module, inputs: dict[str, Any]) -> bool:
+    on_meta = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    try:
+        with torch.no_grad(), _Answers():
+            skeleton(**on_meta)
+    except Exception:  # whatever a forward raises on inputs it does not take
+        return False
+    return True
 
 
 def _ids(config: Any, length: int) -> Tensor:
@@ -84,12 +100,18 @@ def _ids(config: Any, length: int) -> Tensor:
 
 
 def _images(config: Any) -> Iterator[Tensor]:
-    yield _rand(BATCH, _size(config, "num_channels") or 3, *_square(config))
+    channels = _size(config, "num_channels") or 3
+    yield _rand(BATCH, channels, *_square(config))
+    yield _rand(BATCH, _frames(config), channels, *_square(config))
 
 
 def _videos(config: Any) -> Iterator[Tensor]:
-    frames = _size(config, "num_frames") or _size(config, "frames_per_clip") or 4
-    yield _rand(BATCH, frames, _size(config, "num_channels") or 3, *_square(config))
+    yield _rand(BATCH, _frames(config), _size(config, "num_channels") or 3, *_square(config))
+
+
+def _boxes(config: Any) -> Iterator[Tensor]:
+    yield torch.zeros(BATCH, LENGTH, 4, dtype=torch.long)
+    yield torch.zeros(BATCH, LENGTH, 4)
 
 
 def _spectra(config: Any) -> Iterator[Tensor]:
@@ -110,9 +132,14 @@ _BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "nu
 _MAKERS: dict[str, Callable[[Any], Iterator[Tensor]]] = {
     "pixel_values": _images,
     "pixel_values_videos": _videos,
+    "bbox": _boxes,
     "input_features": _spectra,
     "input_values": _waves,
 }
+
+
+def _frames(config: Any) -> int:
+    return _size(config, "num_frames") or _size(config, "frames_per_clip") or 4
 
 
 def _square(config: Any) -> tuple[int, int]:

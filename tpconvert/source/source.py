@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -31,8 +30,6 @@ class Source:
     """The tensors to shard, read lazily."""
     description: dict[str, Any] = field(default_factory=dict)
     """JSON for the plan and the manifest: class, versions, revision, input shapes."""
-    files: Mapping[str, Path] = field(default_factory=dict)
-    """What lies beside the weights and is copied along: relative name -> file."""
     has_weights: bool = True
     """Whether ``build`` and ``weights`` give stored weights rather than seeded ones."""
     config: Any = None
