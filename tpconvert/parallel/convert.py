@@ -18,6 +18,7 @@ from tpconvert.parallel.layers import (
     refuse_unsupported,
 )
 from tpconvert.parallel.mesh import Mesh
+from tpconvert.parallel.random import add_switches
 from tpconvert.parallel.reads import Read, become, chains
 from tpconvert.parallel.rewrite import rewritten_forward
 from tpconvert.spec.layout import Layout, local_size
@@ -46,6 +47,7 @@ def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, *, gather_output: boo
         part_of_module = module.get_submodule(rewrite.module)
         become(part_of_module, forward=rewritten_forward(part_of_module, rewrite, mesh))
     add_boundaries(module, boundaries, mesh)
+    add_switches(module, plan.switches, mesh)
     return module
 
 
@@ -111,7 +113,7 @@ def check(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
             )
     if missing := tensors.keys() - plan.layouts().keys():
         raise PlanError(f"{min(missing)}: the plan has no verdict for it.", hint="Plan this module again.")
-    for item in (*plan.boundaries, *plan.edits, *plan.rewrites):
+    for item in (*plan.boundaries, *plan.edits, *plan.rewrites, *plan.switches):
         if item.module not in modules:
             raise PlanError(
                 f"{item.module}: the plan has a {type(item).__name__.lower()} for it, the module has no such part."

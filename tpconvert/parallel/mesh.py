@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tpconvert.errors import PlanError
+from tpconvert.parallel.random import Streams
 from tpconvert.spec.layout import Layout
 
 Ranks = tuple[int, ...]
@@ -36,6 +37,7 @@ class Mesh:
     dp_group: dist.ProcessGroup | None = None
     tp_groups: tuple[Ranks, ...] = ()
     """World ranks of the tp group of each dp rank."""
+    streams: Streams = field(default_factory=Streams, repr=False)
     subgroups: dict[Ranks, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     """The groups of tp ranks that share a piece with this one, made by :meth:`connect`."""
     connected: set[Ranks] = field(default_factory=set, repr=False)

@@ -12,6 +12,7 @@ The graph is data from a file, so an op is taken only from a closed list: torch'
 ``training``                                whether the module is in training mode
 ``training_else``, ``args: [a, b]``         ``a`` in training mode, else ``b``
 ``training_else``, ``args: [a, b]``         a in training mode, else b
+``draw``, ``cut``                           a switch of random numbers, as :class:`~tpconvert.spec.plan.Switch`
 ``copy`` ``reduce`` ``gather`` ...          a collective, with ``dim``, ``blocks``, ``span`` where it needs them
 ``local``, ``value``, ``blocks``, ``per``   an integer that counts something cut: its value on this rank
 ``lookup``, ``args: [weight, ids]``         rows of a weight that is cut by rows as ``blocks`` say; ``padding_idx``
@@ -40,6 +41,7 @@ from tpconvert.parallel import collectives
 from tpconvert.parallel.collectives import Parts, parts_of
 from tpconvert.parallel.layers import lookup
 from tpconvert.parallel.mesh import Mesh
+from tpconvert.parallel.random import turn
 from tpconvert.parallel.signature import Signature
 from tpconvert.spec.layout import Block, local_size
 from tpconvert.spec.plan import Rewrite
@@ -52,6 +54,9 @@ MAKERS = frozenset(
 SPACES = frozenset(
     ("torch", "torch.functional", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch.fft", "torch.special")
 )
+
+UNLISTED = frozenset(("torch.Tensor.unflatten",))
+"""Tensor functions that torch does not list as overridable."""
 
 NOT_OPERATORS = frozenset(("attrgetter", "itemgetter", "methodcaller", "call"))
 
@@ -127,6 +132,9 @@ class GraphBuilder:
             return self.call(choose, self.call(read, self.module, "training"), *args)
         if op == "training_else":
             return self.call(either, self.call(read, self.module, "training"), *args)
+        if op == "draw":
+            cut, mesh = bool(data["cut"]), self.mesh
+            return self.call(_named(op, lambda module: turn(mesh, cut) if module.training else None), self.module)
         if op == "local":
             return self.local(data)
         return self.call(self.collective(op, data), *args)
@@ -207,7 +215,7 @@ def resolve(target: str, where: str) -> Callable[..., Any]:
         function, known = getattr(owner, name, None), get_overridable_functions()
         if owner is torch.Tensor and isinstance(function, types.GetSetDescriptorType | property):
             return _named(name, lambda x: getattr(x, name))
-        if any(function is f for functions in known.values() for f in functions):
+        if any(function is f for functions in known.values() for f in functions) or target in UNLISTED:
             return function
     if target.startswith("torch.ops.aten."):
         names = target.split(".")[3:]

@@ -5,6 +5,7 @@ A plan holds, for one module and one tp degree,
 * a :class:`Verdict` for every parameter and buffer,
 * the :class:`Boundary` list: the collectives, each at a module's input or output,
 * the :class:`Edit` list: integer attributes that count something cut,
+* the :class:`Switch` list: where random numbers begin to differ between ranks, and where they end to,
 * the :class:`Rewrite` list: modules whose forward is replaced by their own recorded graph.
 
 It is JSON that a person can read, diff and edit.
@@ -108,6 +109,18 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True)
+class Switch:
+    """A point of the forward from which random numbers are drawn cut, or whole again.
+
+    Cut: each rank its own, as dropout of a cut value needs.  Whole: the same on all ranks.  A forward begins whole.
+    """
+
+    module: str
+    side: Side
+    cut: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Rewrite:
     """A module whose forward is replaced by its recorded graph, where a size or a collective fits no other way."""
 
@@ -139,6 +152,7 @@ class Plan:
     boundaries: tuple[Boundary, ...] = ()
     edits: tuple[Edit, ...] = ()
     rewrites: tuple[Rewrite, ...] = ()
+    switches: tuple[Switch, ...] = ()
     axes: tuple[Axis, ...] = ()
     notes: tuple[str, ...] = ()
     """Guesses and warnings, in words."""
@@ -187,6 +201,7 @@ class Plan:
                 boundaries=tuple(_read_boundary(b) for b in data.get("boundaries", ())),
                 edits=tuple(_read(Edit, e) for e in data.get("edits", ())),
                 rewrites=tuple(_read(Rewrite, r) for r in data.get("rewrites", ())),
+                switches=tuple(_read(Switch, s) for s in data.get("switches", ())),
                 axes=tuple(_read(Axis, a) for a in data.get("axes", ())),
                 notes=tuple(data.get("notes", ())),
                 source=dict(data.get("source", {})),
