@@ -137,13 +137,13 @@ class RankFolder:
 
     def _check(self, file: TensorFile, rank: int, group: str) -> None:
         tp, listed = self.manifest.tp, self.manifest.files[file.path.relative_to(self.path).as_posix()]
+        found = file.header.metadata.get("rank"), file.header.metadata.get("tp")
+        if found != (str(rank), str(tp)):
+            raise CheckpointError(f"{file.path}: holds rank {found[0]} of {found[1]}, not {rank} of {tp}: swapped.")
         if file.header.size != listed.size:
             raise CheckpointError(
                 f"{file.path}: {file.header.size} bytes, but the manifest says {listed.size}: damaged."
             )
-        found = file.header.metadata.get("rank"), file.header.metadata.get("tp")
-        if found != (str(rank), str(tp)):
-            raise CheckpointError(f"{file.path}: holds rank {found[0]} of {found[1]}, not {rank} of {tp}: swapped.")
         if group == EXTRA_GROUP:
             return
         entries = self.manifest.groups[group] if group else self.manifest.tensors

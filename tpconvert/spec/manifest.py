@@ -89,7 +89,7 @@ class Manifest:
             "tensors": {name: _entry_json(entry) for name, entry in self.tensors.items()},
             "tied": self.tied,
             "groups": {g: {name: _entry_json(e) for name, e in group.items()} for g, group in self.groups.items()},
-            "files": {name: [file.size, file.sha256] for name, file in self.files.items()},
+            "files": {name: [file.size, file.sha256] for name, file in sorted(self.files.items())},
             "original": {
                 "files": {file.name: file.header for file in original.files},
                 "recipes": {name: recipe.to_json(r) for name, r in original.recipes.items()},

@@ -1,0 +1,101 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from tpconvert.errors import PlanError
+from tpconvert.spec.layout import Block, Layout
+from tpconvert.spec.plan import Axis, Boundary, Edit, Plan, Rewrite, Verdict
+
+PLAN = Plan(
+    2,
+    (
+        Verdict("up.weight", (8, 4), "float32", Layout(0, (Block(8),)), "cut", axis="mlp:ffn", role="column"),
+        Verdict("norm.weight", (4,), "bfloat16", Layout(), "whole", sum_grad=True),
+        Verdict("ids", (1, 4), "int64", Layout(), "whole", kind="buffer", persistent=False),
+        Verdict("head.weight", (8, 4), "float32", Layout(0, (Block(8),)), "tied", tied_to="up.weight"),
+    ),
+    boundaries=(
+        Boundary("copy", "mlp", "input", ("args.0",), shape=(2, 4), dim=0, span=(0, 2)),
+        Boundary("reduce", "", "output", ("",), call=-1),
+    ),
+    edits=(Edit("attn", "num_heads", 8, (Block(8),), (Block(1),)),),
+    rewrites=(Rewrite("attn", "a size is a literal", {"args.0": "tensor"}, ({"op": "view", "args": [1, 2]},), ["n0"]),),
+    axes=(Axis("mlp:ffn", "mlp", 8, ("up.weight",)),),
+    notes=("a guess",),
+    source={"name": "x", "shapes": [[2, 4]]},
+)
+
+
+def test_the_text_gives_the_plan_back():
+    assert Plan.loads(PLAN.dumps()) == PLAN
+
+
+def test_fields_at_their_default_are_left_out():
+    first, second = PLAN.to_json()["verdicts"][:2]
+    assert "tied_to" not in first and "persistent" not in first
+    assert second["layout"] == {} and second["sum_grad"] is True
+    assert PLAN.to_json()["verdicts"][2]["persistent"] is False
+    assert PLAN.to_json()["boundaries"][0]["span"] == [0, 2]
+
+
+def test_the_text_has_one_line_a_verdict():
+    assert sum(line.strip().startswith('{"name"') for line in PLAN.dumps().splitlines()) == 5  # four verdicts, one axis
+
+
+def test_a_verdict_is_found_by_name():
+    assert PLAN["norm.weight"].dtype == "bfloat16"
+    assert "norm.weight" in PLAN and "none" not in PLAN
+    with pytest.raises(PlanError, match="no parameter or buffer named none"):
+        PLAN["none"]
+
+
+def test_looking_up_does_not_search():
+    verdicts = tuple(Verdict(f"p{i}", (1,), "float32", Layout(), "x") for i in range(20_000))
+    plan = Plan(1, verdicts)
+    assert all(plan[f"p{i}"] is verdicts[i] for i in range(20_000))  # quadratic time would be minutes
+
+
+def test_two_verdicts_for_one_name_are_refused():
+    with pytest.raises(PlanError, match=r"two verdicts for ids"):
+        replace(PLAN, verdicts=(*PLAN.verdicts, PLAN["ids"]))
+
+
+def test_another_degree_keeps_everything_else():
+    other = replace(PLAN, tp=4)
+    assert other["up.weight"] == PLAN["up.weight"]
+    assert other.tp == 4
+
+
+def damaged(path, value):
+    data = PLAN.to_json()
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return json.loads(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        (["format"], 99, "format 99"),
+        (["tp"], 0, "tp is 0"),
+        (["tp"], "2", "tp is '2'"),
+        (["verdicts", 0, "layuot"], 1, "unknown key 'layuot' in a verdict"),
+        (["verdicts", 0, "shape"], [7, 4], r"up.weight: the layout .* does not fit its shape \[7, 4\]"),
+        (["verdicts", 0, "shape"], ["8", 4], "no whole numbers"),
+        (["verdicts", 0, "layout"], {"dim": 0, "blocks": [[-8, 1]]}, "no block"),
+        (["boundaries", 0, "kind"], "sum", "boundary 'sum' at mlp, not one of copy, reduce, gather, scatter"),
+        (["verdicts"], None, "cannot be read"),
+    ],
+)
+def test_a_damaged_plan_says_what_is_wrong(path, value, text):
+    with pytest.raises(PlanError, match=text):
+        Plan.from_json(damaged(path, value))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"x"'])
+def test_text_that_is_no_plan_is_refused(text):
+    with pytest.raises(PlanError):
+        Plan.loads(text)
