@@ -41,6 +41,10 @@ CONCRETE = frozenset(
 """Questions answered by Python values; they leave no node."""
 
 
+DATA_SHAPED = frozenset("nonzero argwhere masked_select unique unique_consecutive".split())
+"""Ops whose result has a shape that hangs on values."""
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One call of one module: what went in, what came out, by slot (see ``spec.plan.Boundary.slots``)."""
@@ -54,6 +58,8 @@ class Call:
     result: Any = None
     """The output's structure with nodes in place of tensors."""
     arguments: Any = None
+    asked: str = ""
+    """A question about values that its own forward asked of a tensor, so that it may take another path another time."""
     plain: bool = True
     """Whether the output is made of tensors, tuples, lists and dicts alone."""
     position: int = 0
@@ -82,6 +88,8 @@ class Trace:
     owners: dict[int, Any]
     formulas: list[Expression]
     notes: list[str]
+    by_data: set[fx.Node]
+    """Values whose shape hangs on other values."""
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -103,7 +111,7 @@ def capture(module: nn.Module, inputs: Inputs, *, values: bool = False, shadow: 
     outputs = dict(recorder.slots(output))
     recorder.graph.output(tuple(outputs.values()))
     return Trace(
-        module, recorder.graph, recorder.parameters, recorder.names, recorder.calls, outputs, owners, formulas, recorder.notes
+        module, recorder.graph, recorder.parameters, recorder.names, recorder.calls, outputs, owners, formulas, recorder.notes, recorder.by_data
     )
 
 
@@ -124,6 +132,7 @@ class Recorder(TorchFunctionMode):
         self.notes: list[str] = []
         self.counts: dict[str, int] = {}
         self.nodes: dict[int, fx.Node] = {}  # id(tensor) -> its newest node
+        self.by_data: set[fx.Node] = set()  # values whose shape hangs on other values
         self.alive: list[Any] = []  # keeps tensors alive, so that ids stay unique
         self.storages: dict[int, list[torch.Tensor]] = {}  # storage -> tensors on it
 
@@ -190,7 +199,11 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = op_name(func)
+        if name in CONCRETE and name not in ("__hash__", "__len__") and self.stack:
+            self.stack[-1].asked = self.stack[-1].asked or name
         if name == "__iter__":
+            if self.stack and self.nodes.get(id(args[0])) in self.by_data:
+                self.stack[-1].asked = self.stack[-1].asked or "__iter__"
             with self:
                 return iter(args[0].unbind(0))
         if name in (".shape", "size"):
@@ -215,6 +228,8 @@ class Recorder(TorchFunctionMode):
         node.meta.update(op=name, call=call, val=out)
         if name == "embedding":
             node.meta["layer"] = _runs_in(nn.Embedding.forward)
+        if name in DATA_SHAPED or (name == "where" and len(args) == 1) or any(n in self.by_data for n in node.all_input_nodes):
+            self.by_data.add(node)
         if inplace:
             target = kwargs["out"] if kwargs.get("out") is not None else args[0]
             for tensor in _tensors(target):
@@ -226,6 +241,8 @@ class Recorder(TorchFunctionMode):
             for i, tensor in enumerate(outs):
                 item = self.graph.create_node("call_function", operator.getitem, (node, i))
                 item.meta.update(op="item", call=call)
+                if node in self.by_data:
+                    self.by_data.add(item)
                 self.bind(tensor, item)
 
     def sizes(self, func: Any, args: Any, kwargs: Any) -> Any:

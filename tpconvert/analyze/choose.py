@@ -183,8 +183,9 @@ def _tokens(ax: Axes) -> tuple[float, set[Term]]:
     """``(rows of the largest activation, sequence atoms)``."""
     sequence: set[Term] = set()
     for node in ax.trace.nodes:
-        if node.meta["op"] == "input" and not node.meta["val"].is_floating_point():
-            for term in ax.of(node)[1:]:
+        if node.meta["op"] == "input":
+            dims = ax.of(node)
+            for term in dims[1:-1] if node.meta["val"].is_floating_point() else dims[1:]:
                 sequence |= leaves(term)
     rows = 1.0
     for nodes in ax.contracted.values():
@@ -210,7 +211,7 @@ def _sent(ax: Axes, atom: Term, tokens: tuple[float, set[Term]]) -> float:
 
 def _elements(ax: Axes, node: fx.Node, sequence: set[Term]) -> float:
     size = float(math.prod(node.meta["shape"]))
-    times = [a.n for t in ax.of(node) for a in atoms(t) if a in sequence]
+    times = [a.n for t in ax.of(node) for a in atoms(t) if leaves(a) & sequence]
     for n in times[1:]:
         size *= max(1.0, TOKENS / n)
     return size

@@ -104,6 +104,7 @@ def trace_flow(ax: Axes, cut_atoms: Iterable[Term], inline: frozenset[fx.Node] =
     _check_sums(flow)
     while _forward(flow, hosts) or _make_local(flow) or _outputs(flow, hosts):
         pass
+    _check_once(flow)
     _scatter(flow, hosts)
     Backward(flow, hosts).run()
     return flow
@@ -192,7 +193,7 @@ def _forward(flow: Flow, hosts: Hosts) -> bool:
             flow.partial.add(node)
             if node in flow.inline:
                 flow.reduced[node] = Placed("reduce", node, None, node.meta["call"])
-            _add_once(flow, node)
+            _add_once(flow, node, contracted[node])
         if node in flow.partial and (target := inplace_target(node)) is not None:
             flow.partial.add(target) if target.meta["op"] in UNIFORM else None
     for node in flow.ax.trace.outputs.values():
@@ -264,19 +265,43 @@ def _not_linear(flow: Flow, node: fx.Node, partial: list[fx.Node]) -> list[fx.No
     return partial
 
 
-def _add_once(flow: Flow, node: fx.Node) -> None:
+def _add_once(flow: Flow, node: fx.Node, atoms: set[Term]) -> None:
     rule = _rule(flow, node)
     added = flow.ax.bound.get(node, {}).get(rule.added) if rule is not None and rule.added else None
     if not isinstance(added, fx.Node) or is_zero(added):
         return
     if not _may_be_once(flow, added):
-        raise Conflict(flow.cut_atoms, node, f"{node.meta['op']} adds a whole value to a partial one")
+        raise Conflict(atoms, node, f"{node.meta['op']} adds a whole value to a partial one")
     flow.once.add(added)
 
 
 def _may_be_once(flow: Flow, node: fx.Node) -> bool:
     """A whole parameter that is only ever added."""
-    return node.meta["op"] == "parameter" and node not in flow.cut and len(node.users) == 1
+    return node.meta["op"] == "parameter" and node not in flow.cut and all(_adds(flow, u, node) for u in node.users)
+
+
+def _adds(flow: Flow, user: fx.Node, node: fx.Node) -> bool:
+    rule = _rule(flow, user)
+    if rule is None:
+        return False
+    bound = flow.ax.bound.get(user, {})
+    names = {name for name, value in bound.items() if node in nodes_in(value)}
+    return bool(names) and (names == {rule.added} or names <= rule.joint)
+
+
+def _check_once(flow: Flow) -> None:
+    for node in flow.once:
+        for user in node.users:
+            if user not in flow.partial:
+                raise Conflict(involved(flow, node), user, f"{node.target} is added to a partial value here and to a whole one there")
+
+
+def involved(flow: Flow, node: fx.Node) -> set[Term]:
+    """The cut atoms around a value, for telling which axes a conflict is about."""
+    near = {node, *node.all_input_nodes, *(u for u in node.users if _is_op(u))}
+    found = set().union(*(flow.atoms(n) for n in near))
+    contracted = {t for term, n in flow.ax.contracts if n in near for t in leaves(term)} & flow.cut_atoms
+    return found | contracted or set(flow.cut_atoms)
 
 
 def _rule(flow: Flow, node: fx.Node) -> Rule | None:
@@ -416,7 +441,7 @@ class Backward:
             return
         if not outside:
             if not self.segments_agree(node, users):
-                raise Conflict(flow.atoms(node) or flow.cut_atoms, node, "part of its gradient is summed over ranks and part is not")
+                raise Conflict(involved(flow, node), node, "part of its gradient is summed over ranks and part is not")
             flow.zone.add(node)
             return
         self.mixed(node, users, partial, mixed_many)
@@ -443,7 +468,7 @@ class Backward:
     def parameter(self, node: fx.Node, users: list[fx.Node], partial: set[fx.Node]) -> None:
         """A parameter whose every use gives a term of its gradient has it summed where it is read."""
         if len(partial) < len(users):
-            raise Conflict(self.flow.cut_atoms, node, f"{node.target} is used both inside and outside the cut region")
+            raise Conflict(involved(self.flow, node), node, f"{node.target} is used both inside and outside the cut region")
         self.flow.sum_grad.add(node)
 
     def mixed(self, node: fx.Node, users: list[fx.Node], partial: set[fx.Node], mixed_many: list[fx.Node]) -> None:
@@ -454,7 +479,7 @@ class Backward:
             self.flow.copies += [Placed("copy", node, host, host.call, span) for span in spans]
             return
         if mixed_many:
-            raise Conflict(self.flow.cut_atoms, node, "only a segment of it enters the cut region, and no module returns it")
+            raise Conflict(involved(self.flow, node), node, "only a segment of it enters the cut region, and no module returns it")
         self.place(node, *self.hosts.covering(node, partial, set(users) - partial))
 
     def edge_is_partial(self, node: fx.Node, user: fx.Node) -> bool:

@@ -33,7 +33,8 @@ def _matmul(ax: Axes, node: fx.Node, left: Dims, right: Dims) -> Dims:
 
 def addmm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     """``input + mat1 @ mat2``."""
-    out = _matmul(ax, node, ax.of(a["mat1"]), ax.of(a["mat2"]))
+    names = RULES[node.meta["op"].rstrip("_")].args
+    out = _matmul(ax, node, ax.of(a[names[1]]), ax.of(a[names[2]]))
     return ax.broadcast(node, [out, ax.of(a["input"])], [t.n for t in out])
 
 
@@ -317,7 +318,8 @@ def _table() -> dict[str, Rule]:
     none: frozenset[str] = frozenset()
     entries: list[tuple[str, Any, str | tuple[str, ...], frozenset[str], str]] = [
         ("matmul mm bmm mv dot __matmul__ __rmatmul__", matmul, "input other", both, ""),
-        ("addmm baddbmm", addmm, "input mat1 mat2", frozenset({"mat1", "mat2"}), "input"),
+        ("addmm addmv", addmm, "input mat1 mat2", frozenset({"mat1", "mat2"}), "input"),
+        ("baddbmm", addmm, "input batch1 batch2", frozenset({"batch1", "batch2"}), "input"),
         ("einsum", einsum, "equation", frozenset({"*1", "*2", "*3", "*4"}), ""),
         ("scaled_dot_product_attention", attention, "query key value attn_mask dropout_p is_causal", frozenset({"value"}), ""),
         ("embedding", embedding, "input indices padding_idx", x, ""),

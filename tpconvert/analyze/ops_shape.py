@@ -276,6 +276,10 @@ def index(ax: Axes, node: fx.Node, dims: Dims, items: Any, path: tuple[Any, ...]
         elif isinstance(item, int):
             _take(ax, node, dims[d], item, at)
             d += 1
+        elif isinstance(item, list) and len(item) == 1 and type(item[0]) is int:
+            first = item[0] % dims[d].n
+            out.append(_slice(ax, node, dims[d], slice(first, first + 1), ()))
+            d += 1
         elif isinstance(item, slice):
             out.append(_slice(ax, node, dims[d], item, at))
             d += 1
@@ -331,8 +335,10 @@ def _slice(ax: Axes, node: fx.Node, term: Term, item: slice, path: tuple[Any, ..
         return _strided(ax, node, term, start, stop, step)
     left, rest = ax.cut(term, start, node)
     middle, right = ax.cut(rest, max(0, stop - start), node)
-    if item.start is not None and item.start != 0:
+    if path and item.start is not None and item.start != 0:
         ax.site(node, (*path, "start"), left if item.start > 0 else S(middle, right), 1 if item.start > 0 else -1)
+    if not path:
+        return middle
     if item.stop is not None and item.stop < 0:
         ax.site(node, (*path, "stop"), right, -1)
     elif item.stop is not None and item.stop <= term.n:

@@ -20,7 +20,7 @@ from tpconvert.analyze.terms import Term, atoms, leaves, segments
 from tpconvert.errors import RuleError
 
 FEATURES = (
-    "lookup returned column columns row softmax fused stacked gate convolution scan two-inputs".split()
+    "lookup positions returned column columns row softmax fused stacked gate convolution scan two-inputs".split()
 )
 
 
@@ -82,6 +82,7 @@ class Classifier:
                 for term in dims:
                     for atom in leaves(term):
                         self.ops[atom].add(node)
+        self.contracting = {n for _, n in ax.contracts}
         self.returned = {a for n in ax.trace.outputs.values() for t in ax.of(n) for a in leaves(t)}
 
     def pattern(self, atom: Term) -> Pattern:
@@ -101,6 +102,7 @@ class Classifier:
         out |= {"columns"} if columns > 1 else set()
         out |= {"row"} if "row" in roles else set()
         out |= {"lookup"} if "vocabulary" in roles else set()
+        out |= {"positions"} if "vocabulary" in roles and not self.by_ids(atom) else set()
         out |= {"returned"} if atom in self.returned else set()
         ops = {n.meta["op"] for n in self.ops[atom]}
         out |= {"softmax"} if ops & {"softmax", "_softmax", "scaled_dot_product_attention"} else set()
@@ -166,10 +168,15 @@ class Classifier:
         for name, dim in self.ax.carriers[atom]:
             if self.role(name, dim, atom) != "column":
                 continue
-            for reader in self.readers(self.ax.trace.parameters[name]):
+            for reader in self.readers(self.ax.trace.parameters[name]) & self.contracting:
                 others = [n for n in reader.all_input_nodes if n.meta["op"] != "parameter" and len(n.meta.get("shape", ())) > 1]
                 found |= {_source(n) for n in others if not any(atom in leaves(t) for t in self.ax.of(n))}
         return len(found)
+
+    def by_ids(self, atom: Term) -> bool:
+        """Whether some lookup along the axis takes its indices straight from the model's input."""
+        nodes = [n for n in self.ax.contracted.get(atom, ()) if n in self.ax.lookups]
+        return any(_source(n.args[1]).meta["op"] == "input" for n in nodes if isinstance(n.args[1], fx.Node))
 
     def is_weight(self, name: str) -> bool:
         """A parameter rather than a buffer."""

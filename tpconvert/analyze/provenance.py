@@ -78,11 +78,13 @@ def expression(value: int) -> Expression:
 def _arithmetic(function: Callable[[int, int], int]) -> tuple[Any, Any]:
     def forward(self: Int, other: Any) -> Any:
         if type(other) is not int and type(other) is not Int:
+            self.formulas.append(self.expression)
             return function(int(self), other)
         return Int(function(int(self), int(other)), (function, self.expression, expression(other)), self.formulas)
 
     def reverse(self: Int, other: Any) -> Any:
         if type(other) is not int:
+            self.formulas.append(self.expression)
             return function(other, int(self))
         return Int(function(other, int(self)), (function, other, self.expression), self.formulas)
 

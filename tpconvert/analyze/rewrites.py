@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.overrides import resolve_name
 
@@ -49,6 +50,10 @@ class _Writer:
     def write(self, why: str) -> Rewrite:
         if not self.call.plain:
             raise Unsupported("it returns an object, not plain tensors")
+        if any(n in self.ax.trace.by_data for n in self.ax.trace.nodes if n.meta["call"] is self.call):
+            raise Unsupported("its shapes hang on values")
+        if self.call.asked:
+            raise Unsupported(f"it branches on values ({self.call.asked})")
         order = {n: i for i, n in enumerate(self.ax.trace.graph.nodes)}
         steps: list[tuple[int, Any]] = [(order[n], n) for n in self.ax.trace.nodes if n.meta["call"] is self.call]
         steps += [(c.position - 0.5, c) for c in self.children]  # type: ignore[misc]
@@ -246,7 +251,9 @@ def _target(node: fx.Node) -> str:
     if op.startswith("."):
         return f"torch.Tensor.{op[1:]}"
     name = resolve_name(node.target) or ""  # type: ignore[arg-type]
-    if not name.startswith(("torch.", "_operator.")):
+    if not name.startswith("torch."):
+        name = f"torch.nn.functional.{op}" if hasattr(F, op) else f"torch.{op}" if hasattr(torch, op) else ""
+    if not name:
         raise Unsupported(f"its forward calls {op}, which is no op of torch")
     return name
 

@@ -65,6 +65,7 @@ def _prove_rank(module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice,
 def _compare(trace: Trace, found: Trace, local: nn.Module, choice: Choice, rewritten: set[str], rank: int) -> list[Fault]:
     expected, have = own_ops(trace), own_ops(found)
     faults: dict[str, Fault] = {}
+    by_data = trace.by_data
     for path, calls in expected.items():
         if path.startswith("?") or path in rewritten or _is_ours(local.get_submodule(path)):
             continue
@@ -74,12 +75,12 @@ def _compare(trace: Trace, found: Trace, local: nn.Module, choice: Choice, rewri
                 other = next((o for o in at if o.meta["op"] == node.meta["op"]), None)
                 if other is None:
                     break  # data took another path; the values proof decides
-                if (why := _differs(node, other, choice, rank)) is not None:
+                if (why := _differs(node, other, choice, rank, by_data)) is not None:
                     faults.setdefault(path, Fault(path, why))
                     break
     for call, other in _paired_calls(trace, found):
         for slot, node in call.outputs.items():
-            if slot in other.outputs and (why := _differs(node, other.outputs[slot], choice, rank, returned=True)) is not None:
+            if slot in other.outputs and (why := _differs(node, other.outputs[slot], choice, rank, by_data, returned=True)) is not None:
                 faults.setdefault(call.module, Fault(call.module, why))
     inner = {p for p in faults if not any(q != p and q.startswith(f"{p}.") for q in faults)}
     return [faults[p] for p in faults if p in inner]
@@ -90,7 +91,7 @@ def _paired_calls(trace: Trace, found: Trace):  # type: ignore[no-untyped-def]
     return [(c, others[c.module, c.index]) for c in trace.calls if (c.module, c.index) in others]
 
 
-def _differs(node: fx.Node, other: fx.Node, choice: Choice, rank: int, returned: bool = False) -> str | None:
+def _differs(node: fx.Node, other: fx.Node, choice: Choice, rank: int, by_data: set[fx.Node], returned: bool = False) -> str | None:
     """How an op's shape differs from the predicted one."""
     ax = choice.flow.ax
     if is_many(ax.dims[node]) or node.meta["op"] == "alias":
@@ -100,16 +101,12 @@ def _differs(node: fx.Node, other: fx.Node, choice: Choice, rank: int, returned:
         return None
     cut = node in choice.flow.cut or (node in choice.flow.gathered and not returned)
     want = tuple(choice.deal.size(t, rank) if cut else t.n for t in ax.of(node))
-    if shapes[0] == want or _by_data(node):
+    whole = tuple(t.n for t in ax.of(node))
+    if node in by_data and len(shapes[0]) == len(want):
+        want = tuple(w if w != n else s for w, n, s in zip(want, whole, shapes[0], strict=True))
+    if shapes[0] == want:
         return None
     return f"{node.meta['op']} gives {list(shapes[0])} on rank {rank} where the plan needs {list(want)}"
-
-
-def _by_data(node: fx.Node) -> bool:
-    """Whether a shape hangs on values, which a dry run does not have."""
-    return any(n.meta["op"] in ("nonzero", "where", "masked_select", "unique", "bincount") for n in node.all_input_nodes) or (
-        node.meta["op"] in ("nonzero", "masked_select", "unique")
-    )
 
 
 def _is_ours(module: nn.Module) -> bool:
