@@ -213,20 +213,30 @@ def swap_classes(root: nn.Module, plan: Plan, boundaries: list[Boundary], mesh: 
         if id(module) in done:
             continue
         done.add(id(module))
-        reduces = _reduces(boundaries, path)
-        layer = None if path in rewritten else _layer_for(module, path, verdicts, bool(reduces))
+        layer = None if path in rewritten else _layer_for(module, path, verdicts, bool(_reduces(boundaries, path)))
         reads = {a: r for a, v in verdicts.items() if (r := _read_for(v, mesh)) is not None}
-        if layer in (RowParallelLinear, VocabParallelEmbedding):
-            boundaries = [b for b in boundaries if not any(b is r for r in reduces)]
-        if layer is RowParallelLinear:
-            reads.pop("bias", None)
+        reduces = _reduces(boundaries, path) if layer is not None and _may_sum(module, layer, verdicts) else []
+        boundaries = [b for b in boundaries if not any(b is r for r in reduces)]
+        if reduces and layer is RowParallelLinear:
+            reads.pop("bias", None)  # it is added after the sum, so it counts once
         become(module, layer, reads)
-        if layer is VocabParallelEmbedding:
-            weight = verdicts["weight"]
-            module.become(weight.shape, mesh, parts_of(0, weight.layout.blocks, mesh))
-        elif layer is not None:
-            module.become(verdicts["weight"].shape, mesh)
+        if layer is not None:
+            extra = () if layer is ColumnParallelLinear else (bool(reduces),)
+            if layer is VocabParallelEmbedding:
+                extra = (*extra, parts_of(0, verdicts["weight"].layout.blocks, mesh))
+            module.become(verdicts["weight"].shape, mesh, *extra)
     return boundaries
+
+
+def _may_sum(module: nn.Module, layer: type[nn.Module], verdicts: dict[str, Verdict]) -> bool:
+    """Whether the layer may make the sum at its output itself.
+
+    Not where the user's forward goes on after ``super().forward``: what it reads there meets a term of the sum.
+    """
+    if layer is ColumnParallelLinear or type(module).forward not in (nn.Linear.forward, nn.Embedding.forward):
+        return False
+    bias = verdicts.get("bias")
+    return bias is None or bias.once
 
 
 def _reduces(boundaries: list[Boundary], path: str) -> list[Boundary]:
@@ -246,8 +256,7 @@ def _layer_for(module: nn.Module, path: str, verdicts: dict[str, Verdict], reduc
     if isinstance(module, nn.Linear) and chains(type(module), nn.Linear):
         if weight.layout.dim == 0:
             return ColumnParallelLinear
-        bias = verdicts.get("bias")
-        return RowParallelLinear if reduced and (bias is None or bias.once) else None
+        return RowParallelLinear
     if isinstance(module, nn.Embedding) and weight.layout.dim == 0 and reduced:
         if not chains(type(module), nn.Embedding):
             raise PlanError(

@@ -35,18 +35,24 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer over this rank's part of its input features; the output is summed, then gets the bias once."""
+    """A linear layer over this rank's part of its input features; the output is summed, then gets the bias once.
+
+    Where ``tp_sums`` is false the output is left a term of the sum, which is made further on.
+    """
 
     tp_whole: tuple[int, int]
     tp_mesh: Mesh
+    tp_sums: bool
 
-    def become(self, whole: tuple[int, int], mesh: Mesh) -> None:
+    def become(self, whole: tuple[int, int], mesh: Mesh, sums: bool) -> None:
         """Take on the sizes of the part that ``weight`` now is."""
-        self.tp_whole, self.tp_mesh = whole, mesh
+        self.tp_whole, self.tp_mesh, self.tp_sums = whole, mesh, sums
         self.in_features = self._parameters["weight"].shape[1]
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """The sum over ranks, plus the bias."""
+        if not self.tp_sums:
+            return F.linear(x_BI, self.weight, self.bias)
         y_BO = reduce(F.linear(x_BI, self.weight), self.tp_mesh)
         return y_BO if self.bias is None else y_BO + self.bias.to(y_BO.dtype)
 
@@ -56,20 +62,25 @@ class RowParallelLinear(nn.Linear):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding that holds this rank's words; ``padding_idx`` stays the number of the whole vocabulary."""
+    """An embedding that holds this rank's words; ``padding_idx`` stays the number of the whole vocabulary.
+
+    Where ``tp_sums`` is false the output is left a term of the sum, which is made further on.
+    """
 
     tp_whole: tuple[int, int]
     tp_mesh: Mesh
     tp_parts: Parts
+    tp_sums: bool
 
-    def become(self, whole: tuple[int, int], mesh: Mesh, parts: Parts) -> None:
+    def become(self, whole: tuple[int, int], mesh: Mesh, sums: bool, parts: Parts) -> None:
         """Take on the sizes of the part that ``weight`` now is."""
-        self.tp_whole, self.tp_mesh, self.tp_parts = whole, mesh, parts
+        self.tp_whole, self.tp_mesh, self.tp_sums, self.tp_parts = whole, mesh, sums, parts
         self.num_embeddings = self._parameters["weight"].shape[0]
 
     def forward(self, ids_B: Tensor) -> Tensor:
         """The words' rows, each from the rank that holds it."""
-        return reduce(lookup(ids_B, self.weight, self.tp_parts, self.padding_idx), self.tp_mesh)
+        y_BI = lookup(ids_B, self.weight, self.tp_parts, self.padding_idx)
+        return reduce(y_BI, self.tp_mesh) if self.tp_sums else y_BI
 
     def extra_repr(self) -> str:
         """The local sizes, then the whole weight's shape and the degree."""

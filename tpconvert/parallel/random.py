@@ -56,10 +56,6 @@ class Streams:
             generator(device).set_state(state)
         self.whole = {}
 
-    def forget(self) -> None:
-        """Drop a stream that nothing will return to: a recomputation may stop within a cut region."""
-        self.whole = {}
-
 
 def generator(device: torch.device) -> torch.Generator:
     """The default generator of a device."""
@@ -82,6 +78,21 @@ class Turn:
             turn(self.mesh, self.cut)
 
 
+@dataclass(frozen=True)
+class Frame:
+    """Hooks of the root: a forward begins and ends whole, even one that fails."""
+
+    mesh: Mesh
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Drop a stream that nothing will return to: a recomputation may have stopped within a cut region."""
+        self.mesh.streams.whole = {}
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Return to the whole stream."""
+        self.mesh.streams.draw_whole()
+
+
 def turn(mesh: Mesh, cut: bool) -> None:
     """Draw cut numbers, or whole ones, from now on."""
     if mesh.degree == 1 or mesh.dry:
@@ -102,8 +113,9 @@ def add_switches(root: nn.Module, switches: Iterable[Switch], mesh: Mesh) -> Non
         else:
             module.register_forward_hook(hook)
     if switches:
-        root.register_forward_pre_hook(lambda *_: mesh.streams.forget(), prepend=True)
-        root.register_forward_hook(lambda *_: mesh.streams.draw_whole(), always_call=True)
+        frame = Frame(mesh)
+        root.register_forward_pre_hook(frame.begin, prepend=True)
+        root.register_forward_hook(frame.end, always_call=True)
 
 
 def seed_ranks(seed: int, mesh: Mesh) -> None:
