@@ -11,9 +11,10 @@ import torch
 from tpconvert.errors import SourceError
 from tpconvert.source.callables import is_callable_name, open_callable
 from tpconvert.source.huggingface import open_huggingface
+from tpconvert.source.shrink import twin
 from tpconvert.source.source import Source
 
-__all__ = ["Source", "open_source"]
+__all__ = ["Source", "open_source", "twin"]
 
 
 def open_source(
