@@ -94,6 +94,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     warnings.filterwarnings(
         "ignore", message=".*autograd.function.Function.* should not be instantiated"
     )  # dynamo does
+    # It also asks tensors that come into a graph of their own, such as a root hook's, for their gradient.
+    warnings.filterwarnings("ignore", message=".*grad attribute of a Tensor that is not a leaf")
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=90)
     )

@@ -46,7 +46,7 @@ class Calls:
         self.running = True
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook: the root's forward is over, or failed."""
+        """Hook: the root's forward is over."""
         self.running = False
 
 
@@ -132,4 +132,4 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) 
             module.register_forward_hook(AtOutput(selection), prepend=True)
     if any(c.boundary.call >= 0 for crossings in of_module.values() for c in crossings):
         root.register_forward_pre_hook(calls.begin, prepend=True)
-        root.register_forward_hook(calls.end, always_call=True)
+        root.register_forward_hook(calls.end)

@@ -83,10 +83,11 @@ def load_local(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             new[id(old)] = nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
     persistent = set(module.state_dict(keep_vars=True))
     for name, old in places.items():
+        if id(old) not in new and old.is_meta and name in persistent:
+            raise PlanError(f"{name}: no value was given for it.")
+    for name, old in places.items():
         if id(old) in new:
             _assign(module, name, new[id(old)])
-        elif old.is_meta and name in persistent:
-            raise PlanError(f"{name}: no value was given for it.")
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

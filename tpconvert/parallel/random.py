@@ -37,6 +37,8 @@ class Streams:
     """The whole stream, while the default generator draws cut numbers."""
 
     whole: dict[torch.device, Tensor] = field(default_factory=dict)
+    running: bool = False
+    """Whether a forward began and has not ended."""
 
     def draw_cut(self, rank: int, device: torch.device) -> None:
         """From now on this rank draws numbers of its own."""
@@ -80,17 +82,24 @@ class Turn:
 
 @dataclass(frozen=True)
 class Frame:
-    """Hooks of the root: a forward begins and ends whole, even one that fails."""
+    """Hooks of the root: a forward begins and ends whole."""
 
     mesh: Mesh
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Drop a stream that nothing will return to: a recomputation may have stopped within a cut region."""
-        self.mesh.streams.whole = {}
+        """Return to the whole stream where the last forward failed in a cut region.
+
+        A recomputation may have stopped within one too; then the generator is whole again already.
+        """
+        streams = self.mesh.streams
+        if streams.running:
+            streams.draw_whole()
+        streams.running, streams.whole = True, {}
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Return to the whole stream."""
         self.mesh.streams.draw_whole()
+        self.mesh.streams.running = False
 
 
 def turn(mesh: Mesh, cut: bool) -> None:
@@ -115,7 +124,7 @@ def add_switches(root: nn.Module, switches: Iterable[Switch], mesh: Mesh) -> Non
     if switches:
         frame = Frame(mesh)
         root.register_forward_pre_hook(frame.begin, prepend=True)
-        root.register_forward_hook(frame.end, always_call=True)
+        root.register_forward_hook(frame.end)
 
 
 def seed_ranks(seed: int, mesh: Mesh) -> None:
