@@ -187,16 +187,19 @@ def verify(
     from tpconvert.verify import proof_text
     from tpconvert.verify import verify as prove
 
-    if folder and tp is None:
-        from tpconvert.checkpoint import read_manifest
+    if twin and (folder or plan_file):
+        raise click.UsageError("--twin verifies a smaller model: neither a folder nor a plan is of its size.")
+    if folder:
+        made = _plan_of_folder(Path(folder), tp, overrides, rules, plan_file)
+        opened = _opened(source, opening)
+    else:
+        _check_plan_options(tp, overrides, rules, plan_file)
+        opened = _opened(source, opening)
+        if twin:
+            from tpconvert.source import twin as shrink
 
-        tp = read_manifest(Path(folder)).tp
-    opened = _opened(source, opening)
-    if twin:
-        from tpconvert.source import twin as shrink
-
-        opened = shrink(opened)
-    made = _plan_of(opened, tp, overrides, rules, plan_file)
+            opened = shrink(opened)
+        made = _plan_of(opened, tp, overrides, rules, plan_file)
     proof = prove(opened, made, folder=Path(folder) if folder else None, emulate=emulate)
     _say_notes(opened)
     click.echo(json.dumps(proof.to_json()) if as_json else proof_text(proof, every=every))
@@ -330,6 +333,20 @@ def _check_plan_options(
         raise click.UsageError("--plan is a plan already made: --set and --rules have no effect on it.")
     if tp is None and not plan_file:
         raise click.UsageError("Missing option '--tp'.")
+
+
+def _plan_of_folder(
+    folder: Path, tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None
+) -> Plan:
+    """The plan a folder was sharded by: what lies there is to be proved, not what would be made today."""
+    from tpconvert.checkpoint import read_manifest, read_plan
+
+    if overrides or rules or plan_file:
+        raise click.UsageError("A folder brings its own plan: --plan, --set and --rules have no effect on it.")
+    degree = read_manifest(folder).tp
+    if tp not in (None, degree):
+        raise PlanError(f"{folder} is cut for {degree} ranks, not {tp}.", hint=f"Leave --tp out, or use --tp {degree}.")
+    return read_plan(folder)
 
 
 def _read_plan(path: Path, tp: int | None) -> Plan:

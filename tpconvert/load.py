@@ -1,0 +1,44 @@
+"""A sharded folder as this rank's module, ready to run or to train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tpconvert.checkpoint import load_rank, read_manifest, read_plan
+from tpconvert.errors import CheckpointError
+from tpconvert.parallel.convert import load_local, parallelize
+from tpconvert.source import open_source
+
+
+def load(
+    folder: Path | str,
+    mesh: Any,
+    *,
+    module: nn.Module | None = None,
+    gather_output: bool = True,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """This rank's part of the model in ``folder``, on the mesh's device, in evaluation mode.
+
+    The module's class is the one the folder was made of.  Give ``module``, its parameters whole or on meta, where it
+    cannot be built from the folder: a model of a function that has moved.
+    """
+    folder = Path(folder)
+    degree = read_manifest(folder).tp
+    if degree != mesh.degree:
+        raise CheckpointError(
+            f"{folder} is cut for {degree} ranks, the mesh has {mesh.degree}.",
+            hint=f"Start {degree} ranks, or use tpconvert reshard {folder} --tp {mesh.degree}.",
+        )
+    plan = read_plan(folder)
+    if module is None:
+        stored = (folder / "config.json").is_file()
+        name = str(folder) if stored else str(plan.source.get("name", ""))
+        task = plan.source.get("task") if stored else None
+        module = open_source(name, task=task, trust_remote_code=trust_remote_code and stored).module
+    parallelize(module, plan, mesh, gather_output=gather_output)
+    load_local(module, load_rank(folder, mesh.rank))
+    return module.to(mesh.device).eval()
