@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 
 import torch
@@ -74,6 +76,29 @@ def lm_bf16():
 
 def lm_dropout():
     return _built(dropout=0.3)
+
+
+class Failing(Lm):
+    """Fails on rank 1 in training: with an exception, or as if the machine had gone."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.training and os.environ.get("RANK") == "1":
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("this model cannot add")
+        return super().forward(ids)
+
+
+def lm_raises():
+    return Failing("raises"), {"ids": torch.arange(14).view(2, 7)}
+
+
+def lm_killed():
+    return Failing("killed"), {"ids": torch.arange(14).view(2, 7)}
 
 
 def lm_scaled():

@@ -157,7 +157,8 @@ def make_config(data: Mapping[str, Any], *, where: str = "config") -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {'; '.join(_explain(error))}.") from None
+        text = "; ".join(_explain(error))
+        raise ConfigError(f"{where}: {text}{'' if text.endswith('?') else '.'}") from None
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -220,7 +220,8 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("", ".agent.server.api", ".multiprocessing.api"):  # the ranks speak for themselves
+        logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     config = LaunchConfig(
         min_nodes=1,

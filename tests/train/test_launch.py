@@ -1,0 +1,122 @@
+"""Real ranks of real processes: what they print, how they end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from tests.train.tiny import make_folder, make_text
+from tpconvert.train import state
+from tpconvert.train.__main__ import command
+
+ROOT = Path(__file__).parents[2]
+
+
+def config_file(tmp_path: Path, **training) -> Path:
+    data = {
+        "training": {"steps": 4, "micro_batch_size": 2, "seq_len": 16} | training,
+        "data": {"path": str(make_text(tmp_path / "text.txt")), "tokenizer": "bytes"},
+        "logging": {"every": 1, "tensorboard": False},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
+    return tmp_path / "c.yaml"
+
+
+def start(ranks: int, *arguments: object) -> subprocess.Popen[str]:
+    code = f"import sys; from tpconvert.train.launch import launch; sys.exit(launch(sys.argv[1:], {ranks}))"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def launched(ranks: int, *arguments: object) -> tuple[int, str, str]:
+    process = start(ranks, *arguments)
+    out, error = process.communicate(timeout=120)
+    return process.returncode, out, error
+
+
+def test_a_run_prints_its_configuration_and_its_steps_and_leaves_a_checkpoint(tmp_path: Path):
+    folder, file = make_folder(tmp_path / "model", 2), config_file(tmp_path)
+    code, out, error = launched(2, folder, "--config", file, "training.steps=3", "--output", tmp_path / "run")
+    assert (code, error) == (0, "")
+    assert "  steps: 3\n" in out and "  warmup_steps: 0\n" in out
+    assert out.count("step 1/3  loss") == 1 and "step 3/3  loss" in out
+    assert [p.name for p in state.complete_steps(tmp_path / "run")] == ["step-3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data.path=nowhere.txt"], "error: data.path: there is no file nowhere.txt (looked in "),
+        (["training.seq_len=5000"], "error: data.path: the text has 4001 tokens, too few for one sequence"),
+    ],
+)
+def test_a_mistake_of_the_user_is_one_line_from_all_ranks(tmp_path: Path, arguments: list[str], message: str):
+    code, _, error = launched(2, make_folder(tmp_path / "model", 2), "--config", config_file(tmp_path), *arguments)
+    assert code == 2
+    assert error.startswith(message) and error.count("\n") == 1
+
+
+def test_a_world_that_tp_does_not_divide_is_one_line(tmp_path: Path):
+    code, out, error = launched(3, make_folder(tmp_path / "model", 2), "--config", config_file(tmp_path))
+    assert (code, out) == (2, "")
+    assert error == (
+        f"error: {tmp_path / 'model'} is cut for tp=2, which does not divide 3 ranks (3 % 2 = 1). "
+        "Start 2 ranks or a multiple, or reshard the folder.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("lm_raises", "error: rank 1: ArithmeticError: this model cannot add (the traceback is in "),
+        ("lm_killed", "error: rank 0: "),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run_with_one_line_and_no_hang(tmp_path: Path, function: str, message: str):
+    folder, begin = make_folder(tmp_path / "model", 2, function), time.monotonic()
+    code, _, error = launched(2, folder, "--config", config_file(tmp_path), "--output", tmp_path / "run")
+    assert code == 1 and time.monotonic() - begin < 60
+    assert error.startswith(message) and error.count("\n") == 1
+    if function == "lm_raises":
+        assert "this model cannot add" in (tmp_path / "run" / "error-rank-1.txt").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_the_run_cleanly(tmp_path: Path, number: int):
+    folder, file = make_folder(tmp_path / "model", 2), config_file(tmp_path, steps=100_000, schedule="constant")
+    process = start(2, folder, "--config", file, "--output", tmp_path / "run")
+    assert process.stdout is not None
+    line = ""
+    while "3/100000" not in line:  # until some steps are done
+        line = process.stdout.readline()
+        assert line or process.poll() is None
+    process.send_signal(number)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "")
+    (step,) = state.complete_steps(tmp_path / "run")
+    assert f"told to stop after {step.name.replace('-', ' ')}" in out and f"saved {step}" in out
+
+
+def test_outside_torchrun_the_command_says_how_to_start_it(tmp_path: Path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    folder, file = make_folder(tmp_path / "model", 2), config_file(tmp_path)
+    result = CliRunner().invoke(command, [str(folder), "--config", str(file)])
+    assert result.exit_code == 2
+    assert "not started by torchrun" in result.output
+    assert f"Use torchrun --nproc-per-node 2 -m tpconvert.train {folder}" in result.output
+
+
+def test_a_folder_that_is_not_sharded_is_named(tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    result = CliRunner().invoke(command, [str(tmp_path / "other"), "--config", str(config_file(tmp_path))])
+    assert result.exit_code == 2 and "not a sharded folder" in result.output
