@@ -68,7 +68,7 @@ def choose(
     candidates = _candidates(ax, tp, rejected)
     chosen = _best(ax, candidates)
     while True:
-        deal = Deal(tp, {a: s for c in chosen for a, s in _shares(c, tp).items()})
+        deal = Deal(tp, {a: s for c in chosen for a, s in shares(c, tp).items()})
         try:
             flow = trace_flow(ax, deal.shares, inline)
             break
@@ -103,7 +103,7 @@ def _candidates(ax: Axes, tp: int, rejected: dict[Term, str]) -> list[Candidate]
             continue
         candidate = Candidate(atom)
         candidate.parameters = _saved(ax, atom)
-        inner = _inner(ax, atom)
+        inner = inner_atom(ax, atom)
         candidate.inner = (inner,) if inner is not None else ()
         if not dealable(candidate, tp):
             rejected[atom] = f"its {atom.n} units cannot be dealt to {tp} ranks"
@@ -129,21 +129,21 @@ def dealable(candidate: Candidate, tp: int) -> bool:
 
 def _grain(ax: Axes, candidate: Candidate, tp: int) -> str:
     """Why a kernel could not take the ranks' parts; empty where it can."""
-    deal = Deal(tp, _shares(candidate, tp))
+    deal = Deal(tp, shares(candidate, tp))
     for term, multiple, node in ax.grains:
         if candidate.atom in leaves(term) and any(deal.size(term, r) % multiple for r in range(tp)):
             return f"{node.meta['op']} needs a multiple of {multiple} on each rank, {term.n} on {tp} ranks is not"
     return ""
 
 
-def _shares(candidate: Candidate, tp: int) -> dict[Term, tuple[int, int]]:
+def shares(candidate: Candidate, tp: int) -> dict[Term, tuple[int, int]]:
     n = candidate.atom.n
     if n >= tp:
         return {candidate.atom: (tp, 1)}
     return {candidate.atom: (n, tp // n), candidate.inner[0]: (tp // n, 1)}
 
 
-def _inner(ax: Axes, atom: Term) -> Term | None:
+def inner_atom(ax: Axes, atom: Term) -> Term | None:
     """An axis that only ever stands right inside ``atom`` where parameters carry it, and leaves where it leaves."""
     best = None
     for other in ax.multiplies.get(atom, ()):

@@ -16,6 +16,7 @@ from tpconvert.analyze.choose import Candidate, Choice
 from tpconvert.analyze.edits import solve_edits
 from tpconvert.analyze.flow import Placed
 from tpconvert.analyze.patterns import Classifier
+from tpconvert.analyze.randoms import switches
 from tpconvert.analyze.rewrites import Unsupported, rewrite
 from tpconvert.analyze.terms import Term, blocks, leaves
 from tpconvert.spec.layout import Layout
@@ -64,12 +65,16 @@ class Planner:
                 atoms = self.atoms_inside(path) or set(self.chosen)
                 forbidden |= dict.fromkeys(atoms, f"{path or 'the model'}: {why}, and its forward cannot be written anew: {error}")
         edits = [e for e in edits if e.module not in wanted]
+        drawn, mixed = switches(self.flow, training)
+        for path in mixed:
+            forbidden |= dict.fromkeys(self.atoms_inside(path), f"{path}: its forward drops entries of whole and of cut values")
         plan = Plan(
             tp=self.tp,
             verdicts=tuple(self.verdicts()),
             boundaries=tuple(self.boundaries()),
             edits=tuple(edits),
             rewrites=tuple(rewrites),
+            switches=tuple(drawn),
             axes=tuple(self.axes()),
             notes=tuple(self.ax.trace.notes),
         )
@@ -280,7 +285,11 @@ def _with_moved(plan: Plan, moved: dict[str, str]) -> Plan:
         return out
 
     return replace(
-        plan, boundaries=tuple(again(plan.boundaries)), edits=tuple(again(plan.edits)), rewrites=tuple(again(plan.rewrites))
+        plan,
+        boundaries=tuple(again(plan.boundaries)),
+        edits=tuple(again(plan.edits)),
+        rewrites=tuple(again(plan.rewrites)),
+        switches=tuple(again(plan.switches)),
     )
 
 

@@ -1,0 +1,79 @@
+"""The flow of a plan, found anew from a trace: for running all ranks in lockstep on the recorded graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpconvert.analyze.axes import Axes
+from tpconvert.analyze.capture import Trace
+from tpconvert.analyze.choose import Candidate, Choice, inner_atom, shares
+from tpconvert.analyze.dealing import Deal
+from tpconvert.analyze.emulate import Emulation, emulate
+from tpconvert.analyze.flow import Conflict, trace_flow
+from tpconvert.analyze.rules import load_rules
+from tpconvert.analyze.terms import Term, blocks, leaves
+from tpconvert.errors import VerifyError
+from tpconvert.spec.plan import Axis, Plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reproduced:
+    """A plan's choice of axes on a trace."""
+
+    choice: Choice
+
+    def emulate(self) -> Emulation:
+        """Run every rank in lockstep and compare."""
+        return emulate(self.choice.flow, self.choice.deal)
+
+
+def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduced:
+    """The flow of ``plan``'s axes on ``trace``.
+
+    Raises VerifyError where the recorded graph asks for another layout, another summed gradient or another
+    collective than the plan has.
+    """
+    ax = Axes(trace, load_rules(rules))
+    chosen = [_candidate(ax, axis, plan) for axis in plan.axes]
+    deal = Deal(plan.tp, {a: s for c in chosen for a, s in shares(c, plan.tp).items()})
+    inline = frozenset(n for n in ax.lookups if not n.meta.get("layer"))
+    try:
+        flow = trace_flow(ax, deal.shares, inline)
+    except Conflict as conflict:
+        raise VerifyError(f"The plan's axes cannot be cut together: {conflict.why} (at {conflict.node.meta['op']}).") from None
+    atoms = {a for c in chosen for a in (c.atom, *c.inner)}
+    for name, node in trace.parameters.items():
+        verdict = plan[name]
+        dims = [i for i, t in enumerate(ax.of(node)) if node in flow.cut and leaves(t) & flow.cut_atoms]
+        have = (dims[0], blocks(ax.of(node)[dims[0]], atoms)) if dims else (None, ())
+        if have != (verdict.layout.dim, verdict.layout.blocks):
+            raise VerifyError(f"{name}: the plan cuts it {verdict.layout.to_json()}, its use asks for dim {have[0]}, {[b.to_json() for b in have[1]]}.")
+        if (node in flow.sum_grad) != verdict.sum_grad:
+            raise VerifyError(f"{name}: its gradient {'must' if node in flow.sum_grad else 'must not'} be summed over ranks; the plan says otherwise.")
+        if (node in flow.once) != verdict.once:
+            raise VerifyError(f"{name}: it {'counts' if node in flow.once else 'does not count'} on one rank only; the plan says otherwise.")
+    return Reproduced(Choice(chosen, flow, deal))
+
+
+def _candidate(ax: Axes, axis: Axis, plan: Plan) -> Candidate:
+    """The atom of one of the plan's axes: the one all its parameters carry in their cut dim."""
+    common: set[Term] | None = None
+    for name in axis.parameters:
+        node = ax.trace.parameters.get(name)
+        dim = plan[name].layout.dim if name in plan else None
+        if node is None or dim is None:
+            continue
+        here = {a for a in leaves(ax.of(node)[dim]) if a.n == axis.size}
+        common = here if common is None else common & here
+    if not common:
+        raise VerifyError(f"{axis.name}: no axis of {axis.size} runs through all its parameters in this model.")
+    found = min(common, key=lambda a: _mismatches(ax, a, plan))
+    inner = inner_atom(ax, found)
+    return Candidate(found, (inner,) if inner is not None else ())
+
+
+def _mismatches(ax: Axes, atom: Term, plan: Plan) -> int:
+    """How many of an atom's carriers the plan cuts along another dim."""
+    return sum(plan[name].layout.dim != dim for name, dim in ax.carriers[atom])

@@ -1,0 +1,110 @@
+"""How a model is run to be compared: in float64 throughout, without dropout, with no parameter at a special value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+DROPOUTS = frozenset("dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ native_dropout".split())
+
+
+class Exact(TorchFunctionMode):
+    """float64 wherever the code asks for float32 (norms, rotary tables, softmax), and no dropout.
+
+    Models that go down to float32 inside would part at 1e-7 on rounding alone.
+    """
+
+    def __init__(self, widen: bool = True) -> None:
+        super().__init__()
+        self.widen = widen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            kwargs, args = _without_dropout(args, kwargs)
+        if not self.widen:
+            return func(*args, **kwargs)
+        if func is Tensor.float:
+            return args[0].double()
+        return func(*(_widen(a) for a in args), **{k: _widen(v) for k, v in kwargs.items()})
+
+
+def _without_dropout(args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    if len(args) > 4:
+        args = (*args[:4], 0.0, *args[5:])
+    elif "dropout_p" in kwargs:
+        kwargs["dropout_p"] = 0.0
+    return kwargs, args
+
+
+def _widen(value: Any) -> Any:
+    if value is torch.float32:
+        return torch.float64
+    if isinstance(value, str) and value == "torch.FloatTensor":
+        return "torch.DoubleTensor"
+    return value
+
+
+def perturb(module: nn.Module, seed: int = 0) -> None:
+    """Add seeded noise to every parameter and float buffer, so that no bias is zero and no norm weight one.
+
+    Default initialisation hides faults.  Masks stay masks: infinite and huge entries, and integer and boolean
+    buffers, are left alone, and what is positive stays so (variances).
+    """
+    with torch.no_grad():
+        for i, tensor in enumerate(_once(module)):
+            if not tensor.is_floating_point() or not tensor.numel():
+                continue
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + i)
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
+            plain = tensor.abs() < 1e4
+            scale = 0.1 * tensor[plain].std(unbiased=False).clamp(min=0.2, max=1.0) if plain.any() else 0.1
+            positive = isinstance(tensor, nn.Parameter) is False and bool((tensor >= 0).all())
+            changed = tensor * (1 + 0.1 * noise.clamp(-3, 3)) if positive else tensor + noise * scale
+            tensor.copy_(torch.where(plain, changed, tensor))
+
+
+def _once(module: nn.Module) -> Iterator[Tensor]:
+    seen: set[int] = set()
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
+
+
+def tensors_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """``(path, tensor)`` in an output of tuples, lists, mappings and dataclasses."""
+    if isinstance(tree, Tensor):
+        yield prefix or "output", tree
+    elif isinstance(tree, tuple | list):
+        for i, item in enumerate(tree):
+            yield from tensors_of(item, f"{prefix}.{i}" if prefix else str(i))
+    elif hasattr(tree, "items"):
+        for key, item in tree.items():
+            yield from tensors_of(item, f"{prefix}.{key}" if prefix else str(key))
+    elif hasattr(tree, "__dataclass_fields__"):
+        for key in tree.__dataclass_fields__:
+            yield from tensors_of(getattr(tree, key), f"{prefix}.{key}" if prefix else key)
+
+
+def loss_of(output: Any) -> Tensor:
+    """A sum of all differentiable outputs with fixed random weights: every entry counts, and none like another."""
+    total: Tensor | None = None
+    for i, (_, tensor) in enumerate(tensors_of(output)):
+        if not tensor.is_floating_point() or not tensor.requires_grad:
+            continue
+        generator = torch.Generator().manual_seed(7919 + i)
+        weight = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+        finite = torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
+        part = (finite * weight).sum() / max(tensor.numel(), 1) ** 0.5
+        total = part if total is None else total + part
+    if total is None:
+        raise ValueError("the model has no differentiable output")
+    return total

@@ -1,0 +1,92 @@
+"""What a verification found: plain data that travels between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How large a relative error may be, and why."""
+
+    bound: float
+    reason: str
+
+
+FLOAT64 = Tolerance(1e-9, "float64: eps 2.2e-16 times the few thousand terms of a sum and the depth of the model, with a wide margin")
+FLOAT32 = Tolerance(2e-3, "float32: eps 1.2e-7 times the terms of a sum and the depth; used where a kernel has no float64")
+BYTES = Tolerance(0.0, "bytes: equal or not")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison: the largest difference over the largest entry of the whole value."""
+
+    kind: str
+    """``output``, ``gradient``, ``after 2 steps``, ``replicas``, ``bytes``, ``op``."""
+    name: str
+    error: float
+    bound: float
+    mode: str = ""
+    """``eval``, ``train``, ``no grad``."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether it is within its bound; an error that is not a number is not."""
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All checks of one verification."""
+
+    checks: tuple[Check, ...]
+    tolerance: Tolerance
+    parted: str = ""
+    """The first module, in order of execution, where the values part; empty when they do not."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether every check holds, and there was at least one."""
+        return bool(self.checks) and all(c.equal for c in self.checks)
+
+    def worst(self, count: int | None = None) -> list[Check]:
+        """The checks, those furthest beyond their bound first."""
+        return sorted(self.checks, key=lambda c: (-_excess(c), c.kind, c.name))[:count]
+
+    def verdict(self) -> str:
+        """One sentence."""
+        kinds: dict[str, int] = {}
+        for c in self.checks:
+            kinds[c.kind] = kinds.get(c.kind, 0) + 1
+        said = ", ".join(f"{n} {k}{'s' if n > 1 and not k.endswith('s') else ''}" for k, n in kinds.items())
+        if self.equal:
+            return f"Equal: {said}; largest error {self.worst(1)[0].error:.1e}, bound {self.tolerance.bound:.0e}."
+        if not self.checks:
+            return "Not verified: nothing was compared."
+        bad = self.worst(1)[0]
+        failing = sum(not c.equal for c in self.checks)
+        where = f" Values first part in {self.parted}." if self.parted else ""
+        return f"Not equal: {failing} of {len(self.checks)} checks ({said}); worst {bad.kind} {bad.name}, error {bad.error:.1e}, bound {bad.bound:.0e}.{where}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {
+            "equal": self.equal,
+            "verdict": self.verdict(),
+            "bound": self.tolerance.bound,
+            "bound_reason": self.tolerance.reason,
+            "parted": self.parted,
+            "notes": list(self.notes),
+            "checks": [
+                {"kind": c.kind, "mode": c.mode, "name": c.name, "error": c.error, "bound": c.bound, "equal": c.equal} for c in self.worst()
+            ],
+        }
+
+
+def _excess(check: Check) -> float:
+    if check.error != check.error:  # not a number
+        return float("inf")
+    return check.error / check.bound if check.bound else check.error * 1e300

@@ -1,0 +1,152 @@
+"""Starts the ranks of a verification, or uses those of torchrun, and adds the comparison of stored bytes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from tpconvert.analyze.capture import capture
+from tpconvert.checkpoint import load_rank, read_manifest
+from tpconvert.checkpoint.pieces import same_bytes, take_pieces
+from tpconvert.errors import VerifyError
+from tpconvert.parallel import make_mesh
+from tpconvert.planning.make import eval_mode
+from tpconvert.planning.reproduce import reproduce
+from tpconvert.source import Source
+from tpconvert.spec.plan import Plan
+from tpconvert.verify.checks import call, compare_on_rank, precision
+from tpconvert.verify.modes import Exact, perturb
+from tpconvert.verify.result import BYTES, FLOAT32, FLOAT64, Check, Result
+
+LIMIT = timedelta(minutes=30)
+"""How long a rank waits for the others."""
+
+
+def verify(source: Source, plan: Plan, *, folder: Path | None = None, emulate: bool = False) -> Result:
+    """The whole model and the one ``plan`` makes of it, compared; with ``folder``, also every stored byte.
+
+    Ranks are gloo processes on this machine, or those of torchrun where this runs under it.  ``emulate`` runs all
+    ranks in lockstep in this process instead, on the recorded graph.
+    """
+    result = verify_emulated(source, plan) if emulate else _on_ranks(source, plan)
+    result = replace(result, notes=(*result.notes, *plan.notes))
+    if folder is not None:
+        stored = compare_bytes(source, folder)
+        result = replace(result, checks=(*result.checks, *stored))
+    return result
+
+
+def _on_ranks(source: Source, plan: Plan) -> Result:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _under_torchrun(source, plan)
+    threads = max(1, torch.get_num_threads() // plan.tp)
+    with tempfile.TemporaryDirectory(prefix="tpconvert-verify-") as scratch:
+        out = Path(scratch) / "result.pt"
+        arguments = (plan.tp, scratch, threads, source.build, source.inputs, plan.dumps())
+        try:
+            context: Any = mp.start_processes(_rank, arguments, plan.tp, join=False, start_method=_start_method(source))
+            while not context.join():
+                pass
+        except mp.ProcessRaisedException as error:
+            raise VerifyError(f"A rank failed: {_last_line(str(error))}") from error
+        except mp.ProcessExitedException as error:
+            raise VerifyError(f"A rank died ({error}).", hint="Is there enough memory? Try --twin.") from None
+        found: Result = torch.load(out, weights_only=False)  # written by our own rank a moment ago
+    return found
+
+
+def _start_method(source: Source) -> str:
+    """Fork keeps a source's functions as they are; nothing has used threads of torch or a GPU yet."""
+    return "fork" if hasattr(os, "fork") else "spawn"
+
+
+def _rank(rank: int, degree: int, scratch: str, threads: int, build: Callable[[], nn.Module], inputs: Any, plan: str) -> None:
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=degree, timeout=LIMIT)
+    try:
+        result = compare_on_rank(build(), inputs, Plan.loads(plan), make_mesh(degree, device="cpu"))
+        if result is not None:
+            torch.save(result, Path(scratch) / "result.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _under_torchrun(source: Source, plan: Plan) -> Result:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=LIMIT)
+    if dist.get_world_size() != plan.tp:
+        raise VerifyError(
+            f"torchrun started {dist.get_world_size()} ranks, the plan is for tp={plan.tp}.", hint=f"Start {plan.tp}."
+        )
+    results: list[Any] = [compare_on_rank(source.build(), source.inputs, plan, make_mesh(plan.tp, device="cpu"))]
+    dist.broadcast_object_list(results)
+    found: Result = results[0]
+    return found
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.strip().splitlines()) if line.strip()), "no message")
+
+
+# -- lockstep ---------------------------------------------------------------------------------------------------
+
+
+def verify_emulated(source: Source, plan: Plan) -> Result:
+    """All ranks in lockstep in this process: every op's result, every output, every gradient."""
+    return emulate_module(source.build(), source.inputs, plan)
+
+
+def emulate_module(module: nn.Module, inputs: Any, plan: Plan, seed: int = 0) -> Result:
+    """As :func:`verify_emulated`, for a real module, which is perturbed in place.
+
+    The axes are found anew in the recorded graph and must give the very layouts of the plan.
+    """
+    perturb(module, seed)
+    tolerance, inputs = precision(module, inputs)
+    with eval_mode(module), Exact(tolerance is FLOAT64):
+        if tolerance is FLOAT32:
+            call(module, inputs)
+        trace = capture(module, inputs, values=True)
+        found = reproduce(trace, plan)
+        emulation = found.emulate()
+    bound = tolerance.bound
+    checks = [Check("op", f"{d.name} in {d.module or 'the model'}", d.error, bound, "eval") for d in emulation.forward]
+    checks += [Check("output", d.name, d.error, bound, "eval") for d in emulation.outputs]
+    checks += [Check("gradient", d.name, d.error, bound, "eval") for d in emulation.gradients]
+    parted = next((d.module for d in emulation.forward if not d.error <= bound), "")
+    return Result(tuple(checks), tolerance, parted)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------
+
+
+def compare_bytes(source: Source, folder: Path) -> list[Check]:
+    """Every stored tensor of every rank against the source's."""
+    manifest = read_manifest(folder)
+    weights = source.weights()
+    worst = dict.fromkeys(weights.names(), 0.0)
+    for rank in range(manifest.tp):
+        local = load_rank(folder, rank)
+        for name in worst:
+            entry = manifest.tensors.get(name)
+            if entry is None or name not in local:
+                worst[name] = float("inf")
+                continue
+            want = take_pieces(weights.read(name), entry.layout, rank, manifest.tp)
+            if not same_bytes(local[name], want):
+                worst[name] = float("inf")
+    if missing := set(manifest.tensors) - set(worst):
+        raise VerifyError(f"{folder} holds {min(missing)}, which {source.name} does not.")
+    return [Check("bytes", name, error, BYTES.bound, "") for name, error in worst.items()]
+
