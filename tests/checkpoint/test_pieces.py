@@ -33,10 +33,10 @@ def test_the_first_holder_counts_where_ranks_share():
 
 def test_unequal_replicas_are_named():
     parts = [torch.zeros(2), torch.zeros(2), torch.ones(2), torch.tensor([1.0, 2.0])]
-    assert unequal_replicas(parts, SHARED, (4,)) == [(2, 3)]
+    assert unequal_replicas(parts, SHARED) == [(2, 3)]
     with pytest.raises(CheckpointError, match="Ranks 2 and 3 share rows"):
         gather_pieces(parts, SHARED, (4,), check=True)
-    assert unequal_replicas([torch.zeros(2), torch.ones(2)], Layout(), (2,)) == [(0, 1)]
+    assert unequal_replicas([torch.zeros(2), torch.ones(2)], Layout()) == [(0, 1)]
 
 
 def test_empty_and_scalar_tensors_pass():

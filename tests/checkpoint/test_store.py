@@ -162,3 +162,11 @@ def test_every_kind_of_tensor_is_listed(tmp_path):
     for name, tensor in menagerie().items():
         assert weights.info(name) == (tuple(tensor.shape), tensor.dtype)
         assert same_bytes(weights.read(name), tensor)
+
+
+def test_a_plan_may_name_tied_tensors_the_other_way_round(tmp_path):
+    weights = tensor_weights({"emb": torch.rand(6, 2)}, tied={"head": "emb"})
+    plan = plan_of(tensor_weights({"head": torch.rand(6, 2)}, tied={"emb": "head"}), 2)
+    assert plan["emb"].tied_to == "head"
+    made = shard(weights, plan, tmp_path / "out")
+    assert set(made.tensors) | set(made.tied) == {"emb", "head"}

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.frame import cut_all, hashes, plan_of
 from tests.hf_models import CASES, build
 from tpconvert.checkpoint import check_folder, load_rank, merge, reshard, shard
+from tpconvert.checkpoint.compose import compose, full
 from tpconvert.checkpoint.pieces import same_bytes
 from tpconvert.errors import SourceError
 from tpconvert.source.conversion import hf_weights
-from tpconvert.spec.recipe import Take, takes
+from tpconvert.spec.recipe import Take, invert, takes
 
 
 def on_meta(module):
@@ -147,6 +148,70 @@ def test_bytes_keep_their_dtype_whatever_the_config_says(tmp_path):
     shard(weights, plan_of(weights, 2, cut_all(weights, 2)), tmp_path / "two")
     merge(tmp_path / "two", tmp_path / "back")
     assert hashes(tmp_path / "back") == hashes(tmp_path / "source")
+
+
+def operations():
+    """Every kind of operation that moves elements: name -> (operations, patterns, stored tensors)."""
+    from transformers import core_model_loading as loading
+
+    def stored(*shapes):
+        return [torch.rand(shape) for shape in shapes]
+
+    experts = {"e.*.w1": stored(*[(6, 4)] * 3), "e.*.w3": stored(*[(6, 4)] * 3)}
+    return {
+        "stacked": ([loading.MergeModulelist(0)], ["w"], {"e.*.w2": stored(*[(4, 6)] * 3)}),
+        "fused": ([loading.MergeModulelist(0), loading.Concatenate(1)], ["w"], experts),
+        "chunked": ([loading.Chunk(0)], ["q", "k", "v"], {"qkv": stored((12, 4))}),
+        "transposed": ([loading.Transpose(1, 2)], ["w"], {"w": stored((2, 3, 4))}),
+        "interleaved": ([loading.Interleave(1)], ["w"], {"w": stored((2, 6, 4))}),
+        "interleaved, chunked": ([loading.Interleave(0), loading.Chunk(0)], ["g", "u"], {"gu": stored((8, 3))}),
+        "rotary": ([loading.PermuteForRope()], ["w"], {"w": stored((16, 4))}),
+        "rotary bias": ([loading.PermuteForRope()], ["w"], {"w": stored((16,))}),
+        "flattened": ([loading.Conv3dToLinear(3, (1, 2, 2))], ["w"], {"w": stored((5, 3, 1, 2, 2))}),
+        "text and vision": ([loading.ErnieFuseAndSplitTextVisionExperts(0, 1)], ["t", "v"], experts),
+        "split modules": ([loading.SplitModulelist(0)], ["e.*.w"], {"w": stored((3, 2, 2))}),
+    }
+
+
+@pytest.mark.parametrize("kind", operations())
+def test_an_operation_of_transformers_is_recorded_and_undone(kind):
+    from types import SimpleNamespace
+
+    from tpconvert.source.conversion import _Recorder
+
+    ops, targets, given = operations()[kind]
+    config = SimpleNamespace(num_attention_heads=2)
+    named = {f"{key}#{i}": value for key, values in given.items() for i, value in enumerate(values)}
+
+    def run(inputs):
+        for op in ops:
+            inputs = op.convert(
+                inputs,
+                source_patterns=list(given),
+                target_patterns=targets,
+                config=config,
+                model=None,
+                full_layer_name="",
+            )
+        return {key: value[0] if isinstance(value, list) else value for key, value in inputs.items()}
+
+    recorder = _Recorder()
+    stand_ins = {
+        key: [recorder.stand_in(Take(f"{key}#{i}", tuple(v.shape)), v.dtype) for i, v in enumerate(values)]
+        for key, values in given.items()
+    }
+    with recorder:
+        recipes = {key: recorder.recipe(value) for key, value in run(stand_ins).items()}
+    made = {key: value.contiguous() for key, value in run({k: list(v) for k, v in given.items()}).items()}
+    assert set(recipes) == set(made)
+    for key, recipe in recipes.items():
+        assert same_bytes(composed(recipe, named), made[key]), key
+    for key, recipe in invert(recipes).items():
+        assert same_bytes(composed(recipe, made), named[key]), key
+
+
+def composed(recipe, tensors):
+    return compose(recipe, full(recipe.shape), tensors.__getitem__).contiguous().view(torch.float32)
 
 
 def test_values_that_transformers_computes_are_refused():

@@ -17,6 +17,7 @@ from types import TracebackType
 
 from torch import Tensor
 
+from tpconvert.checkpoint.store import inside
 from tpconvert.checkpoint.tensorfile import TensorFile, dtype_name, full_disk, hash_file
 from tpconvert.errors import CheckpointError, PlanError
 from tpconvert.spec import manifest
@@ -122,12 +123,18 @@ class RankFolder:
     def files(self, rank: int, group: str) -> list[TensorFile]:
         """The open files of one rank and group, their headers checked against the manifest."""
         if (rank, group) not in self._files:
-            paths = [self.path / name for name in group_files(self.manifest, rank, group)]
+            paths = [inside(self.path, name) for name in group_files(self.manifest, rank, group)]
             opened = [TensorFile(path) for path in paths]
             for file in opened:
                 self._check(file, rank, group)
             self._files[rank, group] = opened
         return self._files[rank, group]
+
+    def check_unchanged(self) -> None:
+        """Raise if a file was written to or replaced since it was opened."""
+        for file in (file for files in self._files.values() for file in files):
+            if file.changed():
+                raise CheckpointError(f"{file.path}: changed while it was read.", hint="Run the command again.")
 
     def release(self) -> None:
         """Give back the memory of pages read so far."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tpconvert.checkpoint.compose import compose, full
 from tpconvert.checkpoint.folder import RankFolder, check_folder, raise_fault, rank_folder, read_manifest, read_plan
+from tpconvert.checkpoint.pieces import unequal_replicas
 from tpconvert.checkpoint.reshard import check_degree, leaf_of, local_of, whole_recipe
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.manifest import Entry, Manifest
@@ -31,14 +32,28 @@ class Inspection:
 
 
 def inspect(folder: Path, *, check: bool = False) -> Inspection:
-    """What is in a folder of rank files; ``check`` compares every file with its hash."""
+    """What is in a folder of rank files; ``check`` compares files with their hashes, and ranks with one another."""
     made = read_manifest(folder)
     sizes = (
         sum(file.size for name, file in made.files.items() if name.startswith(f"{rank_folder(rank, made.tp)}/"))
         for rank in range(made.tp)
     )
-    faults = tuple(check_folder(folder)) if check else None
+    faults = tuple(check_folder(folder) or check_replicas(folder)) if check else None
     return Inspection(Path(folder), made, read_plan(folder), tuple(sizes), faults)
+
+
+def check_replicas(folder: Path) -> list[str]:
+    """One line for each tensor of which several ranks hold the same rows with other bytes."""
+    held = RankFolder(Path(folder))
+    made, faults = held.manifest, []
+    for group, entries in (("", made.tensors), *made.groups.items()):
+        for name, entry in entries.items():
+            parts = [held.tensor(rank, group, name) for rank in range(made.tp)]
+            for first, other in unequal_replicas(parts, entry.layout)[:1]:
+                what = f"{group}.{name}" if group else name
+                faults.append(f"{what}: ranks {first} and {other} share rows of it, but hold other values.")
+        held.release()
+    return faults
 
 
 def load_rank(

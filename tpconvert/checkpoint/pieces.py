@@ -26,7 +26,7 @@ def gather_pieces(parts: Sequence[Tensor], layout: Layout, shape: Sequence[int],
 
     Where ranks share rows the first holder's count; ``check`` raises when another holder's bytes differ.
     """
-    if check and (faults := unequal_replicas(parts, layout, shape)):
+    if check and (faults := unequal_replicas(parts, layout)):
         rank, other = faults[0]
         raise CheckpointError(f"Ranks {rank} and {other} share rows of a tensor, but hold other values.")
     if layout.dim is None:
@@ -58,7 +58,7 @@ def first_holders(layout: Layout, degree: int) -> list[tuple[int, Piece, int]]:
     return out
 
 
-def unequal_replicas(parts: Sequence[Tensor], layout: Layout, shape: Sequence[int]) -> list[tuple[int, int]]:
+def unequal_replicas(parts: Sequence[Tensor], layout: Layout) -> list[tuple[int, int]]:
     """Pairs of ranks that hold the same rows with other bytes: the first holder, and the one that differs."""
     degree = len(parts)
     if layout.dim is None:

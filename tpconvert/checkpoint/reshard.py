@@ -30,7 +30,7 @@ from tpconvert.checkpoint.folder import (
     write_text,
 )
 from tpconvert.checkpoint.pieces import first_holders
-from tpconvert.checkpoint.store import INDEX
+from tpconvert.checkpoint.store import INDEX, inside
 from tpconvert.checkpoint.tensorfile import dtype_name, hash_file, make_header, parse_header
 from tpconvert.checkpoint.weights import Weights, tie
 from tpconvert.checkpoint.write import (
@@ -65,7 +65,8 @@ def shard(
     source = tie(source, {v.name: v.tied_to for v in plan.verdicts if v.tied_to and v.persistent})
     entries = plan_entries(source, plan)
     original = source.original()
-    made = Manifest(tp=plan.tp, tensors=entries, tied=source.tied, original=original, source=source.source)
+    known = source.source | {key: plan.source[key] for key in ("name", "revision") if plan.source.get(key)}
+    made = Manifest(tp=plan.tp, tensors=entries, tied=source.tied, original=original, source=known)
     targets = rank_targets(entries, {n: source.recipes[n] for n in entries}, plan.tp, max_file=max_file)
     if original.extra:
         targets.append(_extra_target({n: source.store.info(n) for n in original.extra}, plan.tp))
@@ -73,6 +74,7 @@ def shard(
     with NewFolder(out, force=force, keep=() if root is None else (root,)) as new:
         new.require(sum(t.header.size for t in targets))
         files = write_targets(new.path, targets, source.store.tensor, release=source.store.release, progress=progress)
+        source.store.check_unchanged()
         files |= _write_indexes(new.path, targets)
         if root is not None:
             copy_files((root / path, new.path / at) for path, at in original.copied.items())
@@ -103,9 +105,10 @@ def merge(
     with NewFolder(out, force=force, keep=(held.path,)) as new:
         new.require(sum(t.header.size for t in targets))
         write_targets(new.path, targets, leaf, release=held.release, progress=progress, digest=False)
+        held.check_unchanged()
         if len(targets) > 1 and not any(path.endswith(f".safetensors{INDEX}") for path in original.copied):
             write_text(new.path / f"model.safetensors{INDEX}", index_of(targets))
-        copy_files((held.path / at, new.path / path) for path, at in original.copied.items())
+        copy_files((inside(held.path, at), new.path / path) for path, at in original.copied.items())
         new.commit()
 
 
@@ -135,8 +138,9 @@ def reshard(
     with NewFolder(out, force=force, keep=(held.path,)) as new:
         new.require(sum(t.header.size for t in targets))
         files = write_targets(new.path, targets, leaf_of(held), release=held.release, progress=progress)
+        held.check_unchanged()
         files |= _write_indexes(new.path, targets)
-        copy_files((held.path / name, new.path / name) for name in carried(old))
+        copy_files((inside(held.path, name), new.path / name) for name in carried(old))
         return _finish(new, replace(old, tp=tp), replace(plan, tp=tp), files, carried(old))
 
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from torch import Tensor
 
+from tpconvert.checkpoint.compose import Leaf
 from tpconvert.checkpoint.folder import EXTRA, PLAN, NewFolder, rank_folder, write_text
 from tpconvert.checkpoint.reshard import rank_metadata
 from tpconvert.checkpoint.tensorfile import dtype_name, full_disk, hash_file
@@ -53,17 +55,21 @@ def write_rank(
     files: dict[str, File] = {}
     try:
         for group, held in (("", tensors), *(groups or {}).items()):
-            local = {name: tensor.detach().cpu() for name, tensor in held.items()}
-            recipes = {name: Take(name, tuple(tensor.shape)) for name, tensor in local.items()}
-            dtypes = {name: tensor.dtype for name, tensor in local.items()}
+            recipes = {name: Take(name, tuple(tensor.shape)) for name, tensor in held.items()}
+            dtypes = {name: tensor.dtype for name, tensor in held.items()}
             stem = group or "model"
             targets: list[Target] = split_targets(where, stem, recipes, dtypes, rank_metadata(rank, tp), max_file)
-            files |= write_targets(folder, targets, local.__getitem__, release=lambda: None)
+            files |= write_targets(folder, targets, _on_cpu(held), release=lambda: None)
             files |= write_index_file(folder, targets, stem)
         write_text(folder / where / _HASHES, json.dumps({p: [f.size, f.sha256] for p, f in files.items()}))
     except OSError as error:
         reason = "the disk is full" if full_disk(error) else error.strerror
         raise CheckpointError(f"{folder / where}: cannot be written: {reason}.") from None
+
+
+def _on_cpu(held: Mapping[str, Tensor]) -> Leaf:
+    """Brings one tensor at a time to the CPU; the last few are kept, since each is asked for run by run."""
+    return lru_cache(maxsize=4)(lambda name: held[name].detach().cpu())
 
 
 def carry(base: Path, held: Manifest, folder: Path) -> None:

@@ -70,6 +70,12 @@ class Store:
             return whole
         return whole.narrow(dim, start, (whole.shape[dim] if stop is None else stop) - start)
 
+    def check_unchanged(self) -> None:
+        """Raise if a file was written to or replaced since it was opened."""
+        for held in self._files.values():
+            if isinstance(held, TensorFile) and held.changed():
+                raise CheckpointError(f"{held.path}: changed while it was read.", hint="Run the command again.")
+
     def release(self) -> None:
         """Give back the memory of pages read so far."""
         for held in self._files.values():
@@ -152,6 +158,7 @@ def other_files(store: Store) -> tuple[list[str], list[str]]:
             continue
         path = PurePosixPath(name)
         weights = path.suffix in {".safetensors", ".bin"} and len(path.parts) == 1
+        inside(store.root, name)
         foreign_index = name.endswith(INDEX) and not _indexes(store.root / name, used)
         (left if weights or foreign_index or path.suffix in _OTHER_FORMATS else kept).append(name)
     return kept, left

@@ -171,6 +171,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._stamp = _stamp(path)
         self.header = read_header(path)
         self._map: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -189,6 +190,10 @@ class TensorFile:
         if raw.data_ptr() % stored.dtype.itemsize:
             raw = raw.clone()  # a header padded oddly by another writer
         return raw.view(stored.dtype).reshape(stored.shape)
+
+    def changed(self) -> bool:
+        """Whether the file at the path is another one than was opened, or was written to."""
+        return _stamp(self.path) != self._stamp
 
     def release(self) -> None:
         """Give back the memory of the pages read so far; they are read again when touched again."""
@@ -280,6 +285,14 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
     if not isinstance(data, dict) or not all(isinstance(v, Tensor) for v in data.values()):
         raise CheckpointError(f"{path}: not a dict of tensors.", hint="Save it as a plain state_dict.")
     return {str(name): tensor.detach() for name, tensor in data.items()}
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        stat = path.stat()
+    except OSError:
+        return ()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

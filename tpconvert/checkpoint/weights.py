@@ -101,6 +101,8 @@ def tie(weights: Weights, ties: Mapping[str, str]) -> Weights:
     recipes, again, tied = dict(weights.recipes), dict(weights.again), dict(weights.tied)
     for name, first in ties.items():
         first = tied.get(first, first)
+        if name == first:
+            continue
         tied[name] = first
         if name not in recipes:
             continue
