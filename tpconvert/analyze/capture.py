@@ -132,6 +132,7 @@ class Recorder(TorchFunctionMode):
         self.notes: list[str] = []
         self.counts: dict[str, int] = {}
         self.nodes: dict[int, fx.Node] = {}  # id(tensor) -> its newest node
+        self.reads: list[tuple[Call | None, fx.Node, torch.dtype]] = []  # dtypes asked for, oldest first
         self.by_data: set[fx.Node] = set()  # values whose shape hangs on other values
         self.alive: list[Any] = []  # keeps tensors alive, so that ids stay unique
         self.storages: dict[int, list[torch.Tensor]] = {}  # storage -> tensors on it
@@ -208,6 +209,9 @@ class Recorder(TorchFunctionMode):
                 return iter(args[0].unbind(0))
         if name in (".shape", "size"):
             return self.sizes(func, args, kwargs)
+        if name == ".dtype":
+            self.reads.append((self.stack[-1] if self.stack else None, self.node_for(args[0]), args[0].dtype))
+            return args[0].dtype
         if name in CONCRETE and self.shadow is None:
             return func(*args, **kwargs)
         out = self.shadow.execute(self, func, name, args, kwargs) if self.shadow is not None else func(*args, **kwargs)
@@ -226,6 +230,8 @@ class Recorder(TorchFunctionMode):
         call = self.stack[-1] if self.stack else None
         node = self.graph.create_node("call_function", func, self.map(tuple(args)), self.map(kwargs))
         node.meta.update(op=name, call=call, val=out)
+        if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+            node.meta["dtypes"] = [(n, d) for c, n, d in reversed(self.reads) if c is call]
         if name == "embedding":
             node.meta["layer"] = _runs_in(nn.Embedding.forward)
         if name in DATA_SHAPED or (name == "where" and len(args) == 1) or any(n in self.by_data for n in node.all_input_nodes):

@@ -177,6 +177,8 @@ class _Writer:
                 site = local[path]
                 value = self.local(site.term, site.term.n)
                 return value if site.sign == 1 else {"$": self.add("call", target="operator.neg", args=[value], kwargs={})}
+            if (number, path) in self.training and isinstance(tree, torch.dtype):
+                return {"$": self.add("call", target="torch.Tensor.dtype", args=[{"$": self.name(_dtype_source(node, tree))}], kwargs={})}
             if (number, path) in self.training:
                 return {"$": self.add("training_else", args=[self.training[number, path], tree])}
             if isinstance(tree, tuple | list):
@@ -230,6 +232,14 @@ class _Writer:
             return {"$": self.add("size", args=[{"$": self.name(expr[1])}, expr[2]])}
         sides = [self.size(e, e if isinstance(e, int) else _whole(e, self.ax)) for e in expr[1:]]
         return {"$": self.add("call", target=f"operator.{expr[0].__name__}", args=sides, kwargs={})}
+
+
+def _dtype_source(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """The tensor whose dtype its forward asked for last, of those that have this one."""
+    for source, found in node.meta.get("dtypes", ()):
+        if found is dtype:
+            return source  # type: ignore[no-any-return]
+    raise Unsupported(f"{node.meta['op']} in its forward is given a dtype that moves with the model's")
 
 
 def _reads_shape(expr: Any) -> bool:

@@ -1,14 +1,18 @@
 """What a module's forward does differently in training: dropout rates and flags, or another path altogether.
 
 A rewritten forward is a recorded one, so it must hold for training too.  The model is captured once more in train
-mode; a module whose own ops are the same in both modes may be rewritten, constants that differ becoming a choice.
+mode and another dtype; a module whose own ops are the same both times may be rewritten.  Constants that differ become
+a choice, dtypes that differ are read from the tensor they were read from.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from tpconvert.analyze.capture import Inputs, Trace, capture
@@ -39,9 +43,11 @@ class Training:
     def _compare(self) -> dict[str, dict[Any, Any] | None]:
         from tpconvert.planning.make import eval_mode
 
+        other_module = copy.deepcopy(self.module).to(other_dtype(self.module))
+        inputs = cast(self.inputs, other_dtype(self.module))
         try:
-            with eval_mode(self.module, training=True):
-                other = capture(self.module, self.inputs, shadow=Shadow() if needs_shadow(self.module) else None)
+            with eval_mode(other_module, training=True):
+                other = capture(other_module, inputs, shadow=Shadow() if needs_shadow(self.module) else None)
         except SourceError:
             return {}
         mine, theirs = own_ops(self.trace), own_ops(other)
@@ -55,6 +61,21 @@ class Training:
                 else:
                     out[path] |= found  # type: ignore[operator]
         return out
+
+
+def other_dtype(module: nn.Module) -> torch.dtype:
+    """A dtype no forward names by itself, so that those that follow the model's stand out."""
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    return torch.float32 if own is torch.float64 else torch.float64
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """The floating tensors of example inputs in another dtype."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    if isinstance(tree, Mapping):
+        return {k: cast(v, dtype) for k, v in tree.items()}
+    return type(tree)(cast(v, dtype) for v in tree) if isinstance(tree, tuple | list) else tree
 
 
 def own_ops(trace: Trace) -> dict[str, list[list[fx.Node]]]:

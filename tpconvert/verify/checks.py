@@ -83,15 +83,12 @@ class _Pair:
                 module.train(mode == "train")
                 module.zero_grad(set_to_none=True)
             losses = []
+            buffers = [{n: b.clone() for n, b in m.named_buffers()} for m in (self.whole, self.local)]
             records: list[dict[str, Tensor]] = [{}, {}]
             for module, record in zip((self.whole, self.local), records, strict=True):
-                buffers = {n: b.clone() for n, b in module.named_buffers()}
                 with Exact(self.widen), _Recording(module, record):
                     output = call(module, self.inputs)
                     losses.append((output, loss_of(output)))
-                with torch.no_grad():
-                    for n, b in module.named_buffers():
-                        b.copy_(buffers[n])
             self.outputs(losses[0][0], losses[1][0], mode)
             self.add("loss", "loss", relative(losses[1][1], losses[0][1]), mode)
             self.part(records)
@@ -99,6 +96,10 @@ class _Pair:
                 for _, loss in losses:
                     loss.backward()
             self.gradients(mode)
+            with torch.no_grad():  # running statistics moved in train mode
+                for module, kept in zip((self.whole, self.local), buffers, strict=True):
+                    for n, b in module.named_buffers():
+                        b.copy_(kept[n])
 
     def outputs(self, whole: Any, local: Any, mode: str, bound: float | None = None) -> None:
         """Every output of this rank; the worst over ranks counts."""

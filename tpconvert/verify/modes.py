@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tpconvert.analyze.capture import descending_into_functionals
+
 DROPOUTS = frozenset("dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ native_dropout".split())
 
 
@@ -21,6 +23,16 @@ class Exact(TorchFunctionMode):
     def __init__(self, widen: bool = True) -> None:
         super().__init__()
         self.widen = widen
+
+    def __enter__(self) -> Exact:
+        self.descending = descending_into_functionals()
+        self.descending.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.descending.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
