@@ -55,6 +55,20 @@ def test_cut_is_summed_and_whole_and_shared_count_once_and_inf_reaches_every_ran
         assert norm == float("inf") and grad == 0.0
 
 
+def all_whole(mesh):
+    module = nn.Linear(3, 3).double()
+    for p in module.parameters():
+        p.grad = p.detach() + 1
+    expected = nn.utils.get_total_norm([p.grad for p in module.parameters()])
+    torch.testing.assert_close(grad_norm(module, mesh, plan_of(module, mesh.degree, {})), expected)
+    module.zero_grad()
+    assert grad_norm(module, mesh, plan_of(module, mesh.degree, {})) == 0
+
+
+def test_a_model_that_is_all_whole_counts_on_one_rank(run_ranks):
+    run_ranks(all_whole, 2)
+
+
 def in_half_precision(mesh):
     module = nn.Linear(64, 64, bias=False).bfloat16()
     module.weight.grad = torch.full((64, 64), 0.01, dtype=torch.bfloat16)

@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from tpconvert.parallel import collectives
-from tpconvert.parallel.collectives import copy, copy_shared, copy_span, gather, once, parts_of, reduce, scatter
+from tpconvert.parallel.collectives import (
+    copy,
+    copy_own,
+    copy_shared,
+    copy_span,
+    gather,
+    once,
+    parts_of,
+    reduce,
+    scatter,
+)
 from tpconvert.parallel.mesh import dry_mesh
 from tpconvert.spec.layout import Block, Layout
 
@@ -31,6 +41,11 @@ def copies(mesh):
     y, g = run_through(lambda x: copy(x, mesh), x, mesh, grads[mesh.rank])
     torch.testing.assert_close(y, x)
     torch.testing.assert_close(g, sum(grads))
+    y, g = run_through(lambda x: copy_own(x * 1, mesh).mul_(2), x, mesh, grads[mesh.rank])
+    torch.testing.assert_close(y, 2 * x)
+    torch.testing.assert_close(g, 2 * sum(grads))
+    with pytest.raises(RuntimeError, match="a view and is being modified inplace"):
+        copy(x.clone().requires_grad_() * 1, mesh).mul_(2)
     y, g = run_through(lambda x: copy_span(x, 1, (1, 3), mesh), x, mesh, grads[mesh.rank])
     expected = grads[mesh.rank].clone()
     expected[:, 1:3] = sum(grads)[:, 1:3]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tpconvert.errors import PlanError
-from tpconvert.parallel.collectives import Parts, copy, copy_span, gather, parts_of, reduce, scatter
+from tpconvert.parallel.collectives import Parts, copy, copy_own, copy_span, gather, parts_of, reduce, scatter
 from tpconvert.parallel.mesh import Mesh
 from tpconvert.parallel.slots import positional_names, replaced_input, replaced_output
 from tpconvert.spec.plan import Boundary
@@ -27,7 +27,9 @@ class Crossing:
         """The tensor on the other side."""
         kind, span = self.boundary.kind, self.boundary.span
         if kind == "copy":
-            return copy(x, self.mesh) if span is None else copy_span(x, self.boundary.dim, span, self.mesh)
+            if span is not None:
+                return copy_span(x, self.boundary.dim, span, self.mesh)
+            return copy_own(x, self.mesh) if self.boundary.side == "output" else copy(x, self.mesh)
         if kind == "reduce":
             return reduce(x, self.mesh)
         return gather(x, self.parts, self.mesh) if kind == "gather" else scatter(x, self.parts, self.mesh)

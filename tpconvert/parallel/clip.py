@@ -25,39 +25,41 @@ def clip_grad_norm_(
     norm = grad_norm(module, mesh, plan)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"The gradient norm is {norm.item()}, so gradients cannot be clipped.")
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
-    for grad in grads:
-        grad.mul_(scale.to(grad.device))
+    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
     return norm
 
 
 def grad_norm(module: nn.Module, mesh: Mesh, plan: Plan) -> Tensor:
     """The norm of the whole model's gradient, in float32 at least."""
     layouts = plan.layouts()
-    squares: list[Tensor] = []
+    counted: list[Tensor] = []
+    again: list[Tensor] = []
+    widest = torch.float32  # the same on every rank, also on those that count nothing
     for name, parameter in module.named_parameters():
         name = name.replace("_orig_mod.", "")  # where a part was compiled by torch.compile(part)
         if name not in layouts:
             raise PlanError(f"{name}: the plan has no verdict for it, so its gradient cannot be counted.")
-        if parameter.grad is not None:
-            squares += _squares(parameter.grad, layouts[name], mesh)
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=mesh.device)
-    return summed(total, mesh).sqrt()
+        layout = layouts[name]
+        if parameter.grad is not None and parameter.grad.dtype == torch.float64:
+            widest = torch.float64
+        if parameter.grad is not None and (layout.cut or mesh.rank == 0):
+            counted.append(parameter.grad)
+            again += _counted_again(parameter.grad, layout, mesh)
+    return summed((_square(counted, mesh) - sum(again)).to(widest), mesh).sqrt()
 
 
-def _squares(grad: Tensor, layout: Layout, mesh: Mesh) -> Iterator[Tensor]:
-    """What this rank adds to the sum of squares for one parameter."""
-    if not layout.cut:
-        yield _square(grad) if mesh.rank == 0 else torch.zeros_like(_square(grad[:0] if grad.dim() else grad))
-        return
-    yield _square(grad)
+def _counted_again(grad: Tensor, layout: Layout, mesh: Mesh) -> Iterator[Tensor]:
+    """The squares of rows that other ranks hold too, as far as those count them."""
     for (start, stop), ranks in layout.shared(mesh.rank, mesh.degree):
-        yield (1 / len(ranks) - 1) * _square(grad.narrow(layout.dim, start, stop - start))
+        yield (1 - 1 / len(ranks)) * _square([grad.narrow(layout.dim, start, stop - start)], mesh)
 
 
-def _square(grad: Tensor) -> Tensor:
-    if grad.is_sparse:
-        grad = grad.coalesce().values()
-    wide = grad if grad.dtype in (torch.float32, torch.float64) else grad.float()
-    return torch.linalg.vector_norm(wide).square()
+def _square(grads: list[Tensor], mesh: Mesh) -> Tensor:
+    """The sum of all squares."""
+    dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
+    wide = [g for g in dense if g.dtype in (torch.float32, torch.float64)]
+    halves = [g for g in dense if g.dtype not in (torch.float32, torch.float64)]
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in halves]  # a norm in bfloat16 has 8 bits
+    if wide:
+        norms.append(nn.utils.get_total_norm(wide))
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), device=mesh.device)

@@ -72,8 +72,16 @@ def _runs(layout: Layout, degree: int) -> list[tuple[int, int, int]]:
 
 
 def copy(x: Tensor, mesh: Mesh) -> Tensor:
-    """copy: identity forward, sum backward."""
+    """copy: identity forward, sum backward.
+
+    The result is a view of ``x``, so autograd refuses to write into it: whoever else holds ``x`` would be changed too.
+    """
     return _Copy.apply(x, mesh) if _differentiates(x, mesh) else x
+
+
+def copy_own(x: Tensor, mesh: Mesh) -> Tensor:
+    """copy of a value that nobody else holds, so it may be written into: identity forward, sum backward."""
+    return _CopyOwn.apply(x, mesh) if _differentiates(x, mesh) else x
 
 
 def copy_span(x: Tensor, dim: int, span: Piece, mesh: Mesh) -> Tensor:
@@ -115,6 +123,13 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return summed(grad, ctx.mesh), None
+
+
+class _CopyOwn(_Copy):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.detach()
 
 
 class _CopyRows(torch.autograd.Function):
