@@ -10,6 +10,7 @@ from tpconvert.train.data import (
     Causal,
     Position,
     check_fingerprints,
+    check_fits,
     count_labels,
     fingerprint,
     make_sequences,
@@ -18,7 +19,7 @@ from tpconvert.train.text import ByteTokenizer, Tokens
 
 
 def numbers(n: int, *starts: int) -> Tokens:
-    return Tokens(np.arange(n) % 256, np.array([0, *starts, n]))
+    return Tokens(np.arange(n) % 256, np.array([0, *starts, n]), 255)
 
 
 def batches(count: int, *, dp_rank=0, dp_degree=1, micro=2, accumulation=1, seed=0) -> Batches:
@@ -101,7 +102,7 @@ def masked(probability: float = 0.15, seed: int = 0, **tokenizer):
     found = ByteTokenizer()
     for name, value in tokenizer.items():
         setattr(found, name, value)
-    tokens = Tokens(np.random.default_rng(0).integers(0, 250, 20_000), np.array([0, 20_000]))
+    tokens = Tokens(np.random.default_rng(0).integers(0, 250, 20_000), np.array([0, 20_000]), 249)
     return make_sequences(config, tokens, found), tokens
 
 
@@ -150,3 +151,13 @@ def test_tp_ranks_with_different_batches_are_found():
 def test_dp_ranks_with_the_same_batch_are_found():
     with pytest.raises(ConfigError, match="Ranks 0 and 2 are different dp ranks, but their first batches are the same"):
         check_fingerprints(["a", "a", "a", "a"], tp=2)
+
+
+def test_text_that_the_model_has_no_words_or_places_for_is_an_error_with_the_numbers():
+    config = make_config({"data": {"path": "x"}, "training": {"seq_len": 64}})
+    check_fits(config, numbers(300), ByteTokenizer(), 256, 64)
+    check_fits(config, numbers(300), ByteTokenizer(), None, None)
+    with pytest.raises(ConfigError, match=r"The tokens go up to 255, but the model has 255 words \(0 to 254\)"):
+        check_fits(config, numbers(300), ByteTokenizer(), 255, None)
+    with pytest.raises(ConfigError, match=r"seq_len 64 is more than the 63 positions of the model"):
+        check_fits(config, numbers(300), ByteTokenizer(), None, 63)

@@ -139,7 +139,7 @@ def test_a_step_of_another_model_is_refused(tmp_path: Path):
 
 
 def fail_to_write(mesh, folder: Path, config, output: Path) -> str:
-    from tpconvert.train import state as module
+    from tpconvert.train import save as module
 
     kept = module.write_rank
 

@@ -145,6 +145,21 @@ def make_sequences(config: Config, tokens: Tokens, tokenizer: Tokenizer) -> Sequ
     return sequences
 
 
+def check_fits(config: Config, tokens: Tokens, tokenizer: Tokenizer, words: int | None, places: int | None) -> None:
+    """Raise where the model has too few words or places for the text; None is a number that is not known."""
+    largest = max(tokens.largest, tokenizer.size - 1 if config.data.objective == "masked" else 0)
+    if words is not None and largest >= words:
+        raise ConfigError(
+            f"The tokens go up to {largest}, but the model has {words} words (0 to {words - 1}).",
+            hint="Set data.tokenizer to the one the model was made with.",
+        )
+    if places is not None and config.training.seq_len > places:
+        raise ConfigError(
+            f"training.seq_len {config.training.seq_len} is more than the {places} positions of the model "
+            "(max_position_embeddings in its config.json)."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Batches:
     """What each dp rank gets at each step."""

@@ -20,7 +20,7 @@ from tpconvert.train import data, state, text
 from tpconvert.train.config import Config, accumulation
 from tpconvert.train.data import Batch, Batches
 from tpconvert.train.metrics import Metrics
-from tpconvert.train.model import DTYPES, Model, build, open_module, speed_up
+from tpconvert.train.model import DTYPES, Model, build, limits, open_module, speed_up
 from tpconvert.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from tpconvert.train.ranks import gathered, same_buffers, sum_gradients, summed_over_dp, together, totals
 from tpconvert.train.state import Progress, Run
@@ -128,6 +128,7 @@ def open_batches(run: Run, tokens: text.Tokens, tokenizer: text.Tokenizer) -> Ba
     """The batches of this rank."""
     training, mesh = run.config.training, run.mesh
     micros = accumulation(training, mesh.dp_degree)
+    data.check_fits(run.config, tokens, tokenizer, *limits(run.base, run.plan))
     sequences = data.make_sequences(run.config, tokens, tokenizer)
     return Batches(sequences, training.seed, training.micro_batch_size, micros, mesh.dp_rank, mesh.dp_degree)
 

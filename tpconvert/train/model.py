@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,18 @@ def open_module(folder: Path, plan: Plan, *, trust_remote_code: bool = False) ->
         task = plan.source.get("task") or None
         return open_source(str(folder), task=task, trust_remote_code=trust_remote_code)
     return open_source(str(plan.source.get("name", "")))
+
+
+def limits(folder: Path, plan: Plan) -> tuple[int | None, int | None]:
+    """``(words, positions)`` that the model has, where the plan or the configuration in the folder says."""
+    try:
+        held = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        held = {}
+    held = held | (held.get("text_config") or {}) if isinstance(held, dict) else {}
+    cut = [axis.size for axis in plan.axes if axis.pattern == "vocabulary"]
+    words, places = max(cut, default=held.get("vocab_size")), held.get("max_position_embeddings")
+    return words if isinstance(words, int) else None, places if isinstance(places, int) and places > 0 else None
 
 
 def make_call(source: Source) -> Call:

@@ -13,13 +13,12 @@ Learning rate and random numbers are functions of the step, so they need no room
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from tpconvert.checkpoint import (
-    NewFolder,
-    carry,
-    entries_like,
-    finish,
     load_rank,
-    partial_path,
     read_manifest,
-    write_rank,
 )
 from tpconvert.errors import CheckpointError, ConfigError
 from tpconvert.parallel import Mesh
@@ -44,10 +37,9 @@ from tpconvert.spec.plan import Plan
 from tpconvert.train.config import Config
 from tpconvert.train.data import Position
 from tpconvert.train.optimizer import load_optimizer_tensors, optimizer_tensors
-from tpconvert.train.ranks import together
+from tpconvert.train.save import MASTER, save
 
 TRAINER = "trainer.json"
-MASTER = "master"
 _OPTIMIZER = "optimizer."
 _FORMAT = 1
 _STEP = re.compile(r"step-(\d+)$")
@@ -161,21 +153,11 @@ def load_optimizer(
 
 def save_step(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, step: int, position: Position) -> Path:
     """Write ``step-N`` by all ranks: complete under its name, or not at all; then remove those beyond ``keep``."""
-    mesh, out = run.mesh, run.output / f"step-{step}"
-    held = read_manifest(run.base)
-    kinds, updates = optimizer_tensors(optimizer, stored_parameters(module, held))
-    tensors, groups = _to_store(module, held, kinds)
-    made = replace(held, tp=mesh.degree, groups={g: entries_like(held.tensors, t) for g, t in groups.items()})
-    progress = Progress(step, position, updates)
-
-    def write() -> None:
-        if mesh.dp_rank == 0:
-            write_rank(partial_path(out), mesh.rank, mesh.degree, tensors, groups)
-
-    with contextlib.ExitStack() as stack:
-        new = together(mesh, lambda: _begin(stack, out, run, held, progress) if run.first else None)
-        together(mesh, write)
-        together(mesh, lambda: finish(new, made, run.plan) if new is not None else None)
+    out = run.output / f"step-{step}"
+    kinds, updates = optimizer_tensors(optimizer, stored_parameters(module, read_manifest(run.base)))
+    groups = {_OPTIMIZER + kind: tensors for kind, tensors in kinds.items()}
+    trainer = json.dumps(_trainer(run, Progress(step, position, updates)), indent=1) + "\n"
+    save(module, run.base, out, run.mesh, groups=groups, beside={TRAINER: trainer}, force=True)
     if run.first:
         _forget(run.output, run.config.checkpoint.keep, out)
     return out
@@ -184,29 +166,6 @@ def save_step(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, ste
 def stored_parameters(module: nn.Module, held: Manifest) -> dict[str, nn.Parameter]:
     """The parameters by the names they are stored under, each once."""
     return {n: p for n, p in named_tensors(module) if n in held.tensors and isinstance(p, nn.Parameter)}
-
-
-def _to_store(
-    module: nn.Module, held: Manifest, kinds: Mapping[str, Mapping[str, Tensor]]
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """``(tensors in the dtypes of the source, groups)``."""
-    live = {name: tensor.detach() for name, tensor in named_tensors(module) if name in held.tensors}
-    groups = {_OPTIMIZER + kind: dict(tensors) for kind, tensors in kinds.items()}
-    stored = {name: live[name].to(getattr(torch, entry.dtype)) for name, entry in held.tensors.items()}
-    masters = {name: tensor for name, tensor in live.items() if tensor.dtype != stored[name].dtype}
-    return stored, groups | ({MASTER: masters} if masters else {})
-
-
-def _begin(stack: contextlib.ExitStack, out: Path, run: Run, held: Manifest, progress: Progress) -> NewFolder:
-    """The unfinished folder, with all that belongs to no rank."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        new = stack.enter_context(NewFolder(out, force=True))
-        carry(run.base, held, new.path)
-        (new.path / TRAINER).write_text(json.dumps(_trainer(run, progress), indent=1) + "\n", "utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be written ({error.strerror}).") from None
-    return new
 
 
 def _trainer(run: Run, progress: Progress) -> dict[str, Any]:

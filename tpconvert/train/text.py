@@ -112,6 +112,8 @@ class Tokens:
     ids: np.ndarray[Any, Any]
     starts: np.ndarray[Any, Any]
     """One more than there are documents."""
+    largest: int
+    """The largest id."""
 
 
 def find_files(data: Data) -> list[Path]:
@@ -196,14 +198,15 @@ def tokenize(data: Data, tokenizer: Tokenizer, cache: Path) -> Path:
 
 def open_tokens(folder: Path) -> Tokens:
     """The tokens of a folder that :func:`tokenize` made, mapped into memory."""
-    dtype = json.loads((folder / "tokens.json").read_text())["dtype"]
-    return Tokens(np.memmap(folder / "tokens.bin", dtype=dtype, mode="r"), np.load(folder / "starts.npy"))
+    about = json.loads((folder / "tokens.json").read_text())
+    ids = np.memmap(folder / "tokens.bin", dtype=about["dtype"], mode="r")
+    return Tokens(ids, np.load(folder / "starts.npy"), about["largest"])
 
 
 def _write(folder: Path, texts: Iterator[str], tokenizer: Tokenizer) -> int:
     """Write the tokens of ``texts``; the number of documents that had any."""
     dtype = "uint16" if tokenizer.size <= 1 << 16 else "int32"
-    starts = [0]
+    starts, largest = [0], 0
     with (folder / "tokens.bin").open("wb") as file:
         for batch in _batches(texts):
             for chunks, ids in zip(batch, _encode(batch, tokenizer), strict=True):
@@ -212,11 +215,12 @@ def _write(folder: Path, texts: Iterator[str], tokenizer: Tokenizer) -> int:
                 after = [tokenizer.end] if chunks[1] and tokenizer.end is not None else []
                 line = np.concatenate([np.asarray(before, np.int64), body, np.asarray(after, np.int64)])
                 line.astype(dtype).tofile(file)
+                largest = max(largest, int(line.max(initial=0)))
                 if chunks[0]:
                     starts.append(starts[-1])
                 starts[-1] += len(line)
     np.save(folder / "starts.npy", np.asarray(starts, dtype=np.int64))
-    (folder / "tokens.json").write_text(json.dumps({"dtype": dtype, "documents": len(starts) - 1}))
+    (folder / "tokens.json").write_text(json.dumps({"dtype": dtype, "largest": largest}))
     return len(starts) - 1
 
 

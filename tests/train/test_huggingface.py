@@ -1,0 +1,136 @@
+"""Real transformers classes: how they are called, what their loss is, and that a merge is theirs again."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from tests.parallel.same import plan_of
+from tests.train.tiny import make_text
+from tpconvert.checkpoint import merge, shard
+from tpconvert.errors import ConfigError
+from tpconvert.parallel import make_mesh
+from tpconvert.source import open_source
+from tpconvert.train.config import Config, make_config
+from tpconvert.train.data import Batches, Position, make_sequences
+from tpconvert.train.loop import train
+from tpconvert.train.text import open_tokenizer, open_tokens, tokenize
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 40,
+}  # fmt: skip
+
+
+def save_tokenizer(folder: Path, masked: bool) -> None:
+    special = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
+    inner = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate([*special, *"0123456789", "is", "times", "."])}, "[UNK]")
+    )
+    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Digits(True)])
+    names = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
+    if masked:
+        inner.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        )
+        names |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    else:
+        names |= {"eos_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(folder)
+
+
+def make_folder(tmp_path: Path, masked: bool) -> Path:
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(**SIZES)) if masked else LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.save_pretrained(tmp_path / "source")
+    save_tokenizer(tmp_path / "source", masked)
+    source = open_source(str(tmp_path / "source"))
+    plan, kept = plan_of(source.module, 1, {}, source=source.description), source.module.state_dict()
+    verdicts = tuple(replace(v, persistent=v.name in kept) for v in plan.verdicts)
+    shard(source.weights(), replace(plan, verdicts=verdicts), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def settings(tmp_path: Path, objective: str, **data) -> Config:
+    return make_config({
+        "training": {
+            "steps": 12, "micro_batch_size": 4, "seq_len": 32, "lr": 0.01, "precision": "fp32", "schedule": "constant",
+        },
+        "data": {"path": str(make_text(tmp_path / "text.txt")), "objective": objective, **data},
+        "logging": {"every": 1, "tensorboard": False},
+    })  # fmt: skip
+
+
+def first_batch(folder: Path, config: Config):
+    tokenizer = open_tokenizer(config.data, folder)
+    tokens = open_tokens(tokenize(config.data, tokenizer, folder / "data"))
+    batches = Batches(make_sequences(config, tokens, tokenizer), 0, 4, 1, 0, 1)
+    return next(batches.steps(Position()))[0][0]
+
+
+def test_a_llama_is_trained_with_the_loss_of_transformers(tmp_path: Path):
+    folder, config = make_folder(tmp_path, masked=False), settings(tmp_path, "causal")
+    losses = train(folder, config, make_mesh(1), output=tmp_path / "run")
+    batch = first_batch(folder, config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    whole = torch.cat([batch.ids[:, :1], batch.labels], 1)  # transformers moves the labels by one itself
+    with torch.no_grad():
+        expected = model(input_ids=whole, labels=whole).loss.item()
+    assert math.isclose(losses[0], expected, rel_tol=1e-6)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_bert_is_trained_with_the_loss_of_transformers_in_evaluation_mode(tmp_path: Path):
+    folder, config = make_folder(tmp_path, masked=True), settings(tmp_path, "masked")
+    batch = first_batch(folder, config)
+    assert (batch.ids[:, 0] == 1).all() and (batch.ids[:, -1] == 2).all() and (batch.ids == 3).any()
+    losses = train(folder, config, make_mesh(1), output=tmp_path / "run")
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "source").eval()
+    with torch.no_grad():
+        expected = model(input_ids=batch.ids, attention_mask=batch.attention, labels=batch.labels).loss.item()
+    assert math.isclose(losses[0], expected, rel_tol=0.02)  # dropout
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_padding_is_hidden_from_attention_and_from_the_loss(tmp_path: Path, pack: bool):
+    folder = make_folder(tmp_path, masked=False)
+    config = settings(tmp_path, "causal", pack=pack, documents="line")
+    batch = first_batch(folder, config)
+    assert bool((batch.attention == 0).any()) != pack
+    losses = train(folder, config, make_mesh(1), output=tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    with torch.no_grad():
+        logits = model(input_ids=batch.ids, attention_mask=batch.attention).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()
+    assert math.isclose(losses[0], expected, rel_tol=1e-6)
+
+
+def test_the_trained_model_loads_with_transformers_and_has_learned(tmp_path: Path):
+    folder, config = make_folder(tmp_path, masked=False), settings(tmp_path, "causal")
+    losses = train(folder, config, make_mesh(1), output=tmp_path / "run")
+    merge(tmp_path / "run" / "step-12", tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    batch = first_batch(folder, config)
+    with torch.no_grad():
+        logits = model(input_ids=batch.ids).logits
+    learned = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()
+    assert learned < 0.85 * losses[0]
+
+
+def test_the_limits_of_the_model_are_read_from_its_configuration(tmp_path: Path):
+    folder, config = make_folder(tmp_path, masked=False), settings(tmp_path, "causal", tokenizer="bytes")
+    with pytest.raises(ConfigError, match="The tokens go up to 256, but the model has 64 words"):
+        train(folder, config, make_mesh(1), output=tmp_path / "run")
