@@ -184,12 +184,13 @@ def _forward(flow: Flow, hosts: Hosts) -> bool:
             bad = _not_linear(flow, node, partial)
             if not bad and contracts[node]:
                 bad = partial  # a layer on top of a pending sum would only make the sum wider
-            if bad:
-                for operand in bad:
-                    _reduce(flow, hosts, operand)
-                return True
-            flow.partial.add(node)
-        elif summed:
+            for operand in bad:
+                _reduce(flow, hosts, operand)
+            if not all(operand in flow.reduced for operand in bad):
+                return True  # summed further up, so what was seen since is stale
+            if not bad:
+                flow.partial.add(node)
+        if summed and node not in flow.partial:
             flow.partial.add(node)
             if node in flow.inline:
                 flow.reduced[node] = Placed("reduce", node, None, node.meta["call"])

@@ -245,7 +245,8 @@ class Planner:
 
     def with_siblings(self, plan: Plan) -> Plan:
         """Parameters the forward did not reach (an expert that got no token) are treated as their siblings are."""
-        used = {v.name: v for v in plan.verdicts if v.name in self.used_names()}
+        names = self.used_names()
+        used = {v.name: v for v in plan.verdicts if v.name in names}
         by_shape: dict[tuple[str, tuple[int, ...]], list[Verdict]] = defaultdict(list)
         for v in used.values():
             by_shape[_wild(v.name), v.shape].append(v)

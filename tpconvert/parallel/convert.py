@@ -53,11 +53,11 @@ def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, *, gather_output: boo
 
 def output_gathers(plan: Plan) -> tuple[Boundary, ...]:
     """The gathers of logits that ``gather_output=False`` leaves out; ``dim`` and ``blocks`` tell how they stay cut."""
-    vocabularies = {a.name for a in plan.axes if a.pattern == "vocabulary"}
+    heads = {a.name for a in plan.axes if a.pattern in ("vocabulary", "head")}
     return tuple(
         b
         for b in plan.boundaries
-        if b.kind == "gather" and b.side == "output" and (b.module == "" or b.axis in vocabularies)
+        if b.kind == "gather" and b.side == "output" and (b.module == "" or b.axis in heads)
     )
 
 
