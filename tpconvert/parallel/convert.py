@@ -55,9 +55,7 @@ def output_gathers(plan: Plan) -> tuple[Boundary, ...]:
     """The gathers of logits that ``gather_output=False`` leaves out; ``dim`` and ``blocks`` tell how they stay cut."""
     heads = {a.name for a in plan.axes if a.pattern in ("vocabulary", "head")}
     return tuple(
-        b
-        for b in plan.boundaries
-        if b.kind == "gather" and b.side == "output" and (b.module == "" or b.axis in heads)
+        b for b in plan.boundaries if b.kind == "gather" and b.side == "output" and (b.module == "" or b.axis in heads)
     )
 
 

@@ -1,0 +1,57 @@
+"""The pool of ranks itself: a failure is told quickly, with its traceback, and the next test gets new ranks."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import Pool, RankFailedError
+
+
+def place(mesh, word):
+    x = torch.ones(())
+    if mesh.group is not None:
+        dist.all_reduce(x, group=mesh.group)
+    return word, mesh.rank, mesh.dp_rank, x.item()
+
+
+def one_raises(mesh):
+    if mesh.rank == 1:
+        raise ValueError("rank 1 has had enough")
+    dist.all_reduce(torch.ones(()), group=mesh.group)  # waits for rank 1 for ever
+
+
+def one_dies(mesh):
+    if mesh.rank == 1:
+        os._exit(3)
+    dist.all_reduce(torch.ones(()), group=mesh.group)
+
+
+def one_sleeps(mesh):
+    time.sleep(30 if mesh.rank == 1 else 0)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+def test_answers_come_in_order_of_rank(run_ranks, degree):
+    assert run_ranks(place, degree, "hello") == [("hello", rank, 0, degree) for rank in range(degree)]
+
+
+def test_dp_ranks_are_the_outer_axis(run_ranks):
+    assert run_ranks(place, 2, "hello", dp=2) == [("hello", r, d, 2.0) for d in (0, 1) for r in (0, 1)]
+
+
+def test_a_failing_dying_or_hanging_rank_fails_the_test_and_the_pool_recovers():
+    pool = Pool(2)
+    try:
+        start = time.monotonic()
+        with pytest.raises(RankFailedError, match=r"Rank 1 failed:\n(.|\n)*ValueError: rank 1 has had enough"):
+            pool.run(one_raises, 2)
+        assert time.monotonic() - start < 15 and not pool.ranks
+        with pytest.raises(RankFailedError, match=r"Rank \d died|Rank 0 failed"):
+            pool.run(one_dies, 2)
+        with pytest.raises(RankFailedError, match=r"Ranks \[1\] gave no answer within 1 s"):
+            pool.run(one_sleeps, 2, timeout=1)
+    finally:
+        pool.close()
