@@ -125,7 +125,7 @@ def plan(
         raise PlanError(f"{target}: exists already.", hint="Use --force to replace it, or choose another output.")
     opened, made = _planned(source, tp, overrides, rules, None, opening)
     if target:
-        target.write_text(made.dumps())
+        _write(target, made.dumps())
     report = plan_report(made, fold=not every)
     click.echo(json.dumps(made.to_json() | {"report": report.to_json()}) if as_json else plan_text(report))
     _say_notes(opened)
@@ -361,6 +361,18 @@ def _read_plan(path: Path, tp: int | None) -> Plan:
     if tp not in (None, plan.tp):
         raise PlanError(f"{path} is a plan for tp={plan.tp}, not {tp}.", hint=f"Leave --tp out, or use --tp {plan.tp}.")
     return plan
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file in one step: a full disk leaves what was there."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, "utf-8")
+        partial.replace(path)
+    except FileNotFoundError:
+        raise PlanError(f"{path}: there is no folder {path.parent}.") from None
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _say_notes(opened: Source) -> None:
