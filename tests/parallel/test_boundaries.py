@@ -71,12 +71,12 @@ def test_an_argument_that_is_none_or_left_out_with_default_none_is_passed_by():
 @pytest.mark.parametrize(
     ("slot", "call", "message"),
     [
-        ("args.0", {}, "there is no argument args.0"),
-        ("kwargs.z", {"x": X}, "there is no argument kwargs.z"),
-        ("kwargs.mask", {"x": X}, "there is no argument kwargs.mask"),
-        ("kwargs.y.1", {"x": X, "y": (Y,)}, "argument kwargs.y.1 is not in the tuple that was given"),
-        ("kwargs.y.b", {"x": X, "y": {"a": Y}}, "argument kwargs.y.b is not in the dict that was given"),
-        ("kwargs.z", {"x": X, "z": 5}, "argument kwargs.z is a int, not a tensor"),
+        ("args.0", {}, "argument 'args.0' is not given"),
+        ("kwargs.z", {"x": X}, "argument 'kwargs.z' is not given"),
+        ("kwargs.mask", {"x": X}, "argument 'kwargs.mask' is not given"),
+        ("kwargs.y.1", {"x": X, "y": (Y,)}, "argument 'kwargs.y.1' is not in the tuple that was given"),
+        ("kwargs.y.b", {"x": X, "y": {"a": Y}}, "argument 'kwargs.y.b' is not in the dict that was given"),
+        ("kwargs.z", {"x": X, "z": 5}, "argument 'kwargs.z' is a int, not a tensor"),
     ],
 )
 def test_a_missing_argument_is_named(slot, call, message):

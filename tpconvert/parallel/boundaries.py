@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tpconvert.errors import PlanError
 from tpconvert.parallel.collectives import Parts, copy, copy_own, copy_span, gather, parts_of, reduce, scatter
 from tpconvert.parallel.mesh import Mesh
-from tpconvert.parallel.slots import positional_names, replaced_input, replaced_output
+from tpconvert.parallel.slots import Slot, input_slots, output_slots, replaced_input, replaced_output
 from tpconvert.spec.plan import Boundary
 
 
@@ -22,6 +22,7 @@ class Crossing:
     boundary: Boundary
     mesh: Mesh
     parts: Parts | None
+    slots: tuple[Slot, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
         """The tensor on the other side."""
@@ -80,9 +81,9 @@ class Selection:
         chosen = (c.boundary for c in self.crossings if c.boundary.call in (-1, index))
         return [(b.kind, b.side, b.slots, b.dim, b.blocks, b.span) for b in chosen]
 
-    def now(self, side: str) -> list[Crossing]:
-        """The crossings of the current call on one side."""
-        return [c for c in self.crossings if c.boundary.side == side and c.boundary.call in (-1, self.index)]
+    def now(self, crossings: tuple[Crossing, ...]) -> list[Crossing]:
+        """Those of ``crossings`` that belong to the current call."""
+        return [c for c in crossings if c.boundary.call in (-1, self.index)]
 
 
 @dataclass(eq=False)
@@ -90,14 +91,12 @@ class AtInput:
     """Hook: the collectives at a module's input."""
 
     selection: Selection
-    names: tuple[tuple[str, bool], ...]
+    crossings: tuple[Crossing, ...]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The arguments with each crossing made."""
-        for crossing in self.selection.now("input"):
-            args, kwargs = replaced_input(
-                args, kwargs, crossing.boundary.slots, self.names, crossing, self.selection.path or "the root module"
-            )
+        for crossing in self.selection.now(self.crossings):
+            args, kwargs = replaced_input(args, kwargs, crossing.slots, crossing)
         return args, kwargs
 
 
@@ -106,13 +105,12 @@ class AtOutput:
     """Hook: the collectives at a module's output."""
 
     selection: Selection
+    crossings: tuple[Crossing, ...]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The output with each crossing made."""
-        for crossing in self.selection.now("output"):
-            output = replaced_output(
-                output, crossing.boundary.slots, crossing, self.selection.path or "the root module"
-            )
+        for crossing in self.selection.now(self.crossings):
+            output = replaced_output(output, crossing.slots, crossing)
         return output
 
 
@@ -121,17 +119,23 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) 
     of_module: dict[str, list[Crossing]] = {}
     for b in boundaries:
         parts = parts_of(b.dim, b.blocks, mesh) if b.kind in ("gather", "scatter") else None
-        of_module.setdefault(b.module, []).append(Crossing(b, mesh, parts))
+        where = b.module or "the root module"
+        slots = (
+            input_slots(root.get_submodule(b.module), b.slots, where)
+            if b.side == "input"
+            else output_slots(b.slots, where)
+        )
+        of_module.setdefault(b.module, []).append(Crossing(b, mesh, parts, slots))
     calls = Calls()
     for path, crossings in of_module.items():
         module = root.get_submodule(path)
         selection = Selection(path, tuple(crossings), calls)
         if any(c.boundary.call >= 0 for c in crossings):
             module.register_forward_pre_hook(selection.count)
-        if any(c.boundary.side == "input" for c in crossings):
-            module.register_forward_pre_hook(AtInput(selection, positional_names(module)), with_kwargs=True)
-        if any(c.boundary.side == "output" for c in crossings):
-            module.register_forward_hook(AtOutput(selection), prepend=True)
+        if at_input := tuple(c for c in crossings if c.boundary.side == "input"):
+            module.register_forward_pre_hook(AtInput(selection, at_input), with_kwargs=True)
+        if at_output := tuple(c for c in crossings if c.boundary.side == "output"):
+            module.register_forward_hook(AtOutput(selection, at_output), prepend=True)
     if any(c.boundary.call >= 0 for crossings in of_module.values() for c in crossings):
         root.register_forward_pre_hook(calls.begin, prepend=True)
         root.register_forward_hook(calls.end)

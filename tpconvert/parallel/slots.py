@@ -6,8 +6,8 @@ A slot is a dotted path: ``args.0``, ``kwargs.mask``, ``args.0.1``; in an output
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,77 +17,81 @@ from tpconvert.errors import PlanError
 WAY_OUT = "It is called in another way than when it was planned; plan again with such inputs."
 
 
-def positional_names(module: nn.Module) -> tuple[tuple[str, bool], ...]:
-    """``(name, whether it may be left out and is then None)`` of each argument that may be given by position."""
+@dataclass(frozen=True)
+class Slot:
+    """A slot, taken apart once so that a call costs little."""
+
+    text: str
+    where: str
+    """The module, for errors."""
+    path: tuple[str, ...]
+    """Within the argument or the output."""
+    position: int = -1
+    name: str = ""
+    optional: bool = False
+    """Whether the argument may be left out and is then None."""
+
+    def error(self, what: str) -> PlanError:
+        """The error for a call that has no tensor here."""
+        side = "argument" if self.position >= 0 or self.name else "output"
+        return PlanError(f"{self.where}: {side} {self.text!r} {what}.", hint=WAY_OUT)
+
+
+def input_slots(module: nn.Module, texts: Iterable[str], where: str) -> tuple[Slot, ...]:
+    """The slots of arguments, which a caller may give by position or by name as the forward's signature allows."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(module.forward).parameters.values()
-    return tuple((p.name, p.default is None) for p in parameters if p.kind in kinds)
+    parameters = [p for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
+    slots = []
+    for text in texts:
+        side, first, *path = text.split(".")
+        position = int(first) if side == "args" else next((i for i, p in enumerate(parameters) if p.name == first), -1)
+        known = parameters[position] if 0 <= position < len(parameters) else None
+        name = first if side == "kwargs" else known.name if known else ""
+        slots.append(Slot(text, where, tuple(path), position, name, known is not None and known.default is None))
+    return tuple(slots)
+
+
+def output_slots(texts: Iterable[str], where: str) -> tuple[Slot, ...]:
+    """The slots of an output."""
+    return tuple(Slot(text, where, tuple(text.split(".")) if text else ()) for text in texts)
+
+
+Change = Callable[[Tensor], Tensor]
+Done = list[tuple[Tensor, Tensor]]
 
 
 def replaced_input(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    slots: tuple[str, ...],
-    names: tuple[tuple[str, bool], ...],
-    change: Callable[[Tensor], Tensor],
-    where: str,
+    args: tuple[Any, ...], kwargs: dict[str, Any], slots: tuple[Slot, ...], change: Change
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with ``change`` made to the tensor in ``slots``; one tensor object is changed once."""
-    done: list[tuple[Tensor, Tensor]] = []
+    done: Done = []
     for slot in slots:
-        side, first, *path = slot.split(".")
-        key = _argument(args, kwargs, side, first, names, f"{where}: there is no argument {slot}.")
-        if isinstance(key, int):
-            new = _changed(args[key], path, done, change, f"{where}: argument {slot}")
-            args = (*args[:key], new, *args[key + 1 :])
-        elif key is not None:
-            kwargs = {**kwargs, key: _changed(kwargs[key], path, done, change, f"{where}: argument {slot}")}
+        at = slot.position
+        if slot.name in kwargs:
+            kwargs = {**kwargs, slot.name: _changed(kwargs[slot.name], slot, 0, done, change)}
+        elif 0 <= at < len(args):
+            args = (*args[:at], _changed(args[at], slot, 0, done, change), *args[at + 1 :])
+        elif not slot.optional:
+            raise slot.error("is not given")
     return args, kwargs
 
 
-def replaced_output(output: Any, slots: tuple[str, ...], change: Callable[[Tensor], Tensor], where: str) -> Any:
+def replaced_output(output: Any, slots: tuple[Slot, ...], change: Change) -> Any:
     """The output, of the same type, with ``change`` made to the tensor in ``slots``."""
-    done: list[tuple[Tensor, Tensor]] = []
+    done: Done = []
     for slot in slots:
-        output = _changed(output, slot.split(".") if slot else [], done, change, f"{where}: output {slot!r}")
+        output = _changed(output, slot, 0, done, change)
     return output
 
 
-def _argument(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    side: str,
-    first: str,
-    names: tuple[tuple[str, bool], ...],
-    missing: str,
-) -> int | str | None:
-    """Where the argument is in this call: a position, a keyword, or None where it is left out and defaults to None."""
-    if side == "args":
-        position = int(first)
-        name, optional = names[position] if position < len(names) else ("", False)
-    else:
-        name = first
-        position = next((i for i, (n, _) in enumerate(names) if n == name), len(args))
-        optional = next((o for n, o in names if n == name), False)
-    if name in kwargs:
-        return name
-    if position < len(args):
-        return position
-    if optional:
-        return None
-    raise PlanError(missing, hint=WAY_OUT)
-
-
-def _changed(
-    tree: Any, path: list[str], done: list[tuple[Tensor, Tensor]], change: Callable[[Tensor], Tensor], where: str
-) -> Any:
+def _changed(tree: Any, slot: Slot, depth: int, done: Done, change: Change) -> Any:
     if tree is None:
         return None
-    if path:
-        child = _child(tree, path[0], where)
-        return _with_child(tree, path[0], _changed(child, path[1:], done, change, where))
+    if depth < len(slot.path):
+        key = slot.path[depth]
+        return _with_child(tree, key, _changed(_child(tree, key, slot), slot, depth + 1, done, change))
     if not isinstance(tree, Tensor):
-        raise PlanError(f"{where} is a {type(tree).__name__}, not a tensor.", hint=WAY_OUT)
+        raise slot.error(f"is a {type(tree).__name__}, not a tensor")
     for old, new in done:
         if old is tree:
             return new
@@ -95,7 +99,7 @@ def _changed(
     return done[-1][1]
 
 
-def _child(tree: Any, key: str, where: str) -> Any:
+def _child(tree: Any, key: str, slot: Slot) -> Any:
     if isinstance(tree, Mapping):
         if key in tree:
             return tree[key]
@@ -109,7 +113,7 @@ def _child(tree: Any, key: str, where: str) -> Any:
             return tree[int(key)]
     elif is_dataclass(tree) and key in tree.__dataclass_fields__:
         return getattr(tree, key)
-    raise PlanError(f"{where} is not in the {type(tree).__name__} that was given.", hint=WAY_OUT)
+    raise slot.error(f"is not in the {type(tree).__name__} that was given")
 
 
 def _with_child(tree: Any, key: str, value: Any) -> Any:
