@@ -21,7 +21,7 @@ from tpconvert.spec.recipe import Recipe, takes
 
 RUN = 16 << 20
 """Bytes composed and written at a time."""
-RELEASE_EVERY = 128 << 20
+RELEASE_EVERY = 32 << 20
 """Bytes written between two releases of the pages read."""
 MAX_FILE = 5_000_000_000
 
