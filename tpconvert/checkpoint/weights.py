@@ -57,7 +57,7 @@ class Weights:
         return recipe.shape, self.store.info(takes(recipe)[0].name)[1]
 
     def read(self, name: str, start: int = 0, stop: int | None = None, dim: int = 0) -> Tensor:
-        """Rows ``start`` to ``stop`` of ``dim``; where it is stored as it is, a view of the file: clone before changing it."""
+        """Rows ``start`` to ``stop`` of ``dim``.  It may be a view of the file: clone it before changing it."""
         shape, _ = self.info(name)
         box = list(full(shape))
         if shape:
