@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from tpconvert.analyze.capture import Trace
-from tpconvert.analyze.terms import P, Term, Unaligned, V, cut, find, leaves, products, unify
+from tpconvert.analyze.terms import P, Term, UnalignedError, V, cut, find, leaves, products, unify
 
 Dims = list[Term]
 
@@ -97,14 +97,14 @@ class Axes:
         """Make two dims one, or block both where they do not fit."""
         try:
             unify(a, b)
-        except Unaligned as error:
+        except UnalignedError as error:
             self.block((a, b), node, f"{node.meta['op']}: {error}")
 
     def cut(self, term: Term, at: int, node: fx.Node) -> tuple[Term, Term]:
         """Cut a dim in two, or block it where the cut falls inside a factor."""
         try:
             return cut(term, at)
-        except Unaligned as error:
+        except UnalignedError as error:
             self.block(term, node, f"{node.meta['op']}: {error}")
             return V(at), V(term.n - at)
 

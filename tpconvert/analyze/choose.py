@@ -19,7 +19,7 @@ from torch import fx
 
 from tpconvert.analyze.axes import Axes, flat
 from tpconvert.analyze.dealing import Deal
-from tpconvert.analyze.flow import Conflict, Flow, trace_flow
+from tpconvert.analyze.flow import ConflictError, Flow, trace_flow
 from tpconvert.analyze.terms import Term, atoms, find, fraction, leaves
 
 TOKENS = 4096
@@ -72,7 +72,7 @@ def choose(
         try:
             flow = trace_flow(ax, deal.shares, inline)
             break
-        except Conflict as conflict:
+        except ConflictError as conflict:
             dropped = [c for c in chosen if {c.atom, *c.inner} & conflict.atoms] or chosen
             for c in dropped:
                 rejected[c.atom] = conflict.why
@@ -225,7 +225,9 @@ def _break_even(ax: Axes) -> float:
 
 def _best(ax: Axes, candidates: list[Candidate]) -> list[Candidate]:
     by_atom = {c.atom: c for c in candidates}
-    edges = {c: {by_atom[o] for o in ax.multiplies.get(c.atom, ()) if o in by_atom and o is not c.atom} for c in candidates}
+    edges = {
+        c: {by_atom[o] for o in ax.multiplies.get(c.atom, ()) if o in by_atom and o is not c.atom} for c in candidates
+    }
     return sorted(_independent(set(candidates), edges), key=candidates.index)
 
 

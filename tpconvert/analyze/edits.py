@@ -56,7 +56,9 @@ class Value:
         return self.whole * deal.size(self.term, rank) // self.term.n
 
 
-def solve_edits(flow: Flow, deal: Deal, nested: dict[Term, Term], rewritten: set[str]) -> tuple[list[Edit], set[Call], dict[Call, str]]:
+def solve_edits(
+    flow: Flow, deal: Deal, nested: dict[Term, Term], rewritten: set[str]
+) -> tuple[list[Edit], set[Call], dict[Call, str]]:
     """``(edits, calls that must be rewritten, why)``; modules in ``rewritten`` need no edits.
 
     ``nested`` gives, for an atom cut within another, that outer one.
@@ -84,7 +86,9 @@ class _Solver:
             if e.call in unmet or self.met(e):
                 continue
             if not self.repair(e):
-                unmet[e.call] = f"{e.node.meta['op']} in its forward is given {_spell(e.expression)}, which no attribute divides"
+                unmet[e.call] = (
+                    f"{e.node.meta['op']} in its forward is given {_spell(e.expression)}, which no attribute divides"
+                )
         for place in [p for p in self.values if any(not self.met(e) for e in self.by_place[p] if e.call not in unmet)]:
             for e in self.by_place[place]:
                 unmet.setdefault(e.call, f"{place.attribute} counts more than one thing")
@@ -180,7 +184,7 @@ class _Solver:
         return {*self.flow.cut_atoms, *self.nested}
 
 
-SHAPES = frozenset("view reshape expand flatten unflatten zeros ones empty full".split())
+SHAPES = frozenset(["view", "reshape", "expand", "flatten", "unflatten", "zeros", "ones", "empty", "full"])
 """Ops whose every integer is a size: one that is no site there is whole."""
 
 

@@ -125,7 +125,12 @@ class Lockstep:
     def show(self, placed: Placed, values: list[Any]) -> None:
         call = placed.host.call if placed.host is not None else None
         for user in placed.node.users:
-            inside = call is not None and user.op != "output" and user.meta["call"] is not None and user.meta["call"].inside(call)
+            inside = (
+                call is not None
+                and user.op != "output"
+                and user.meta["call"] is not None
+                and user.meta["call"].inside(call)
+            )
             if inside or user in placed.consumers:
                 self.seen[placed.node, user] = values
 
@@ -161,7 +166,7 @@ class Lockstep:
             return
         have = [v.detach() for v in self.env[node]]
         if node in self.flow.partial and node not in self.flow.reduced:
-            have = [sum(have[1:], have[0])] if not (node in self.flow.cut) else have
+            have = [sum(have[1:], have[0])] if node not in self.flow.cut else have
         dims = self.ax.of(node)
         worst = 0.0
         for rank, value in enumerate(have):
@@ -177,7 +182,9 @@ class Lockstep:
         names = []
         for slot, node in self.ax.trace.outputs.items():
             whole = node.meta["value"]
-            self.out.outputs.append(Difference(slot, "", max(relative(v.detach(), whole, whole) for v in self.env[node])))
+            self.out.outputs.append(
+                Difference(slot, "", max(relative(v.detach(), whole, whole) for v in self.env[node]))
+            )
             if whole.is_floating_point() and node.meta["grad"]:
                 weight = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
                 losses = [total + (v * weight).sum() for total, v in zip(losses, self.env[node], strict=True)]
@@ -220,7 +227,9 @@ def unwritten(node: fx.Node) -> bool:
 def is_local(flow: Flow, node: fx.Node) -> bool:
     """Whether an op works on parts: its result, or something it reads, is cut."""
     results = list(node.users) if is_many(flow.ax.dims[node]) else [node]
-    seen = [n for n in node.all_input_nodes if n in flow.cut or any(p.node is n and _sees(p, node) for p in flow.scatters)]
+    seen = [
+        n for n in node.all_input_nodes if n in flow.cut or any(p.node is n and _sees(p, node) for p in flow.scatters)
+    ]
     return bool(seen) or any(n in flow.cut for n in results)
 
 
@@ -255,8 +264,10 @@ def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
         return slice(parts["start"], parts["stop"], parts["step"])
     if isinstance(tree, dict):
         return {k: replaced(v, rest, value) if k == key else v for k, v in tree.items()}
-    return type(tree)([replaced(v, rest, value) if i == key else v for i, v in enumerate(tree)]) if type(tree) in (list, tuple) else tuple(
-        replaced(v, rest, value) if i == key else v for i, v in enumerate(tree)
+    return (
+        type(tree)([replaced(v, rest, value) if i == key else v for i, v in enumerate(tree)])
+        if type(tree) in (list, tuple)
+        else tuple(replaced(v, rest, value) if i == key else v for i, v in enumerate(tree))
     )
 
 

@@ -300,14 +300,31 @@ def factory(ax: Axes, node: fx.Node, a: Bound) -> Any:
         nested = len(node.args) > first and isinstance(node.args[first], tuple | list)
         for i, (size, term) in enumerate(zip(values, out, strict=False)):
             if isinstance(size, int):
-                ax.site(node, (1, "size", i) if "size" in node.kwargs else (0, first, i) if nested else (0, first + i), term)
+                ax.site(
+                    node, (1, "size", i) if "size" in node.kwargs else (0, first, i) if nested else (0, first + i), term
+                )
     return out
 
 
-SIZED = frozenset("zeros ones empty full rand randn new_zeros new_ones new_empty new_full".split())
-UNIFORM = frozenset("zeros ones empty full new_zeros new_ones new_empty new_full zeros_like ones_like full_like empty_like".split())
+SIZED = frozenset(["zeros", "ones", "empty", "full", "rand", "randn", "new_zeros", "new_ones", "new_empty", "new_full"])
+UNIFORM = frozenset(
+    [
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+    ]
+)
 """Factories whose values do not depend on the place."""
-EXPANDING = frozenset("expand broadcast_to repeat tile repeat_interleave".split())
+EXPANDING = frozenset(["expand", "broadcast_to", "repeat", "tile", "repeat_interleave"])
 """Ops that repeat values along a new dim or factor."""
 
 
@@ -321,11 +338,23 @@ def _table() -> dict[str, Rule]:
         ("addmm addmv", addmm, "input mat1 mat2", frozenset({"mat1", "mat2"}), "input"),
         ("baddbmm", addmm, "input batch1 batch2", frozenset({"batch1", "batch2"}), "input"),
         ("einsum", einsum, "equation", frozenset({"*1", "*2", "*3", "*4"}), ""),
-        ("scaled_dot_product_attention", attention, "query key value attn_mask dropout_p is_causal", frozenset({"value"}), ""),
+        (
+            "scaled_dot_product_attention",
+            attention,
+            "query key value attn_mask dropout_p is_causal",
+            frozenset({"value"}),
+            "",
+        ),
         ("embedding", embedding, "input indices padding_idx", x, ""),
         ("_grouped_mm grouped_mm", grouped_mm, "input other offs bias", both, ""),
         ("conv1d conv2d conv3d", convolution, conv, frozenset({"input", "weight"}), "bias"),
-        ("conv_transpose1d conv_transpose2d conv_transpose3d", convolution, conv_t, frozenset({"input", "weight"}), "bias"),
+        (
+            "conv_transpose1d conv_transpose2d conv_transpose3d",
+            convolution,
+            conv_t,
+            frozenset({"input", "weight"}),
+            "bias",
+        ),
         ("layer_norm rms_norm", layer_norm, "input normalized_shape weight bias", none, ""),
         ("batch_norm", batch_norm, "input weight bias running_mean running_var training", none, ""),
         ("instance_norm", batch_norm, "input running_mean running_var weight bias use_input_stats", none, ""),
@@ -334,7 +363,10 @@ def _table() -> dict[str, Rule]:
         ("mean", reduce_over, "input dim keepdim", none, ""),
         (
             "var std max min amax amin argmax argmin any all prod logsumexp median var_mean std_mean aminmax count_nonzero",
-            reduce_over, "input dim keepdim", none, "",
+            reduce_over,
+            "input dim keepdim",
+            none,
+            "",
         ),
         ("norm vector_norm linalg_vector_norm", reduce_over, "input ord dim keepdim", none, ""),
         ("softmax log_softmax cumsum cumprod flip softmin logcumsumexp _softmax argsort", along, "input dim", none, ""),
@@ -348,7 +380,10 @@ def _table() -> dict[str, Rule]:
         (
             "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d upsample_nearest2d "
             "upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_nearest1d interpolate",
-            pooling, "input", none, "",
+            pooling,
+            "input",
+            none,
+            "",
         ),
         ("one_hot", one_hot, "input num_classes", none, ""),
         ("outer ger", outer, "input other", both, ""),
@@ -356,7 +391,10 @@ def _table() -> dict[str, Rule]:
         (
             "arange zeros ones full empty tensor as_tensor rand randn randint randperm linspace logspace eye new_zeros new_ones new_full "
             "new_empty new_tensor tril_indices triu_indices hann_window scalar_tensor from_numpy",
-            factory, "", none, "",
+            factory,
+            "",
+            none,
+            "",
         ),
     ]
     out = {}

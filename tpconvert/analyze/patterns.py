@@ -19,9 +19,21 @@ from tpconvert.analyze.rules import rules_folder
 from tpconvert.analyze.terms import Term, atoms, leaves, segments
 from tpconvert.errors import RuleError
 
-FEATURES = (
-    "lookup positions returned column columns row softmax fused stacked gate convolution scan two-inputs".split()
-)
+FEATURES = [
+    "lookup",
+    "positions",
+    "returned",
+    "column",
+    "columns",
+    "row",
+    "softmax",
+    "fused",
+    "stacked",
+    "gate",
+    "convolution",
+    "scan",
+    "two-inputs",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +66,17 @@ def load_patterns(files: Sequence[Path] = ()) -> list[Pattern]:
 def _pattern(path: Path, entry: dict[str, object]) -> Pattern:
     known = {"name", "features", "without", "cut", "uneven"}
     if unknown := set(entry) - known:
-        raise RuleError(f"{path}: a pattern has an unknown key {sorted(unknown)[0]!r}.", hint=f"Known: {', '.join(sorted(known))}.")
+        raise RuleError(
+            f"{path}: a pattern has an unknown key {sorted(unknown)[0]!r}.", hint=f"Known: {', '.join(sorted(known))}."
+        )
     if "name" not in entry:
         raise RuleError(f"{path}: a pattern has no name: {entry}.")
     for key in ("features", "without"):
         for feature in entry.get(key, ()):  # type: ignore[attr-defined]
             if feature not in FEATURES:
-                raise RuleError(f"{path}: {entry['name']}: unknown feature {feature!r}.", hint=f"Known: {', '.join(FEATURES)}.")
+                raise RuleError(
+                    f"{path}: {entry['name']}: unknown feature {feature!r}.", hint=f"Known: {', '.join(FEATURES)}."
+                )
     return Pattern(
         str(entry["name"]),
         frozenset(entry.get("features", ())),  # type: ignore[call-overload]
@@ -110,7 +126,11 @@ class Classifier:
         out |= {"scan"} if ops & {"cumsum", "cumprod", "__setitem__", "exp"} and "convolution" in out else set()
         out |= {"gate"} if self.gated(atom) else set()
         out |= {"fused"} if any(self.fused(name, dim, atom) for name, dim in self.ax.carriers[atom]) else set()
-        out |= {"stacked"} if any(len(self.shape(name)) > 2 and self.contracts_weight(name) for name, _ in self.ax.carriers[atom]) else set()
+        out |= (
+            {"stacked"}
+            if any(len(self.shape(name)) > 2 and self.contracts_weight(name) for name, _ in self.ax.carriers[atom])
+            else set()
+        )
         out |= {"two-inputs"} if self.inputs(atom) > 1 else set()
         return out
 
@@ -169,7 +189,11 @@ class Classifier:
             if self.role(name, dim, atom) != "column":
                 continue
             for reader in self.readers(self.ax.trace.parameters[name]) & self.contracting:
-                others = [n for n in reader.all_input_nodes if n.meta["op"] != "parameter" and len(n.meta.get("shape", ())) > 1]
+                others = [
+                    n
+                    for n in reader.all_input_nodes
+                    if n.meta["op"] != "parameter" and len(n.meta.get("shape", ())) > 1
+                ]
                 found |= {_source(n) for n in others if not any(atom in leaves(t) for t in self.ax.of(n))}
         return len(found)
 
@@ -189,6 +213,14 @@ class Classifier:
 
 def _source(node: fx.Node) -> fx.Node:
     """The value behind views and casts."""
-    while len(node.all_input_nodes) == 1 and node.meta["op"] in ("view", "reshape", "transpose", "to", "contiguous", "alias", "permute"):
+    while len(node.all_input_nodes) == 1 and node.meta["op"] in (
+        "view",
+        "reshape",
+        "transpose",
+        "to",
+        "contiguous",
+        "alias",
+        "permute",
+    ):
         node = node.all_input_nodes[0]
     return node

@@ -17,10 +17,10 @@ from tpconvert.analyze.edits import solve_edits
 from tpconvert.analyze.flow import Placed
 from tpconvert.analyze.patterns import Classifier
 from tpconvert.analyze.randoms import switches
-from tpconvert.analyze.rewrites import Unsupported, rewrite
+from tpconvert.analyze.rewrites import UnsupportedError, rewrite
 from tpconvert.analyze.terms import Term, blocks, leaves
 from tpconvert.spec.layout import Layout
-from tpconvert.spec.plan import Axis, Boundary, Edit, Plan, Rewrite, Verdict
+from tpconvert.spec.plan import Axis, Boundary, Plan, Rewrite, Verdict
 
 
 @dataclass(eq=False)
@@ -52,7 +52,9 @@ class Planner:
         wanted = dict(rewritten)
         for placed in self.flow.placed:
             if placed.host is None and placed.call is not None:
-                wanted.setdefault(placed.call.module, f"a {placed.kind} has its place inside its forward, at {placed.node.meta['op']}")
+                wanted.setdefault(
+                    placed.call.module, f"a {placed.kind} has its place inside its forward, at {placed.node.meta['op']}"
+                )
         edits, calls, unmet = solve_edits(self.flow, self.choice.deal, self.nested, set(wanted))
         for call in calls:
             wanted.setdefault(call.module, unmet[call])
@@ -61,13 +63,17 @@ class Planner:
         for path, why in sorted(wanted.items()):
             try:
                 rewrites.append(self.rewrite(path, why, training))
-            except Unsupported as error:
+            except UnsupportedError as error:
                 atoms = self.atoms_inside(path) or set(self.chosen)
-                forbidden |= dict.fromkeys(atoms, f"{path or 'the model'}: {why}, and its forward cannot be written anew: {error}")
+                forbidden |= dict.fromkeys(
+                    atoms, f"{path or 'the model'}: {why}, and its forward cannot be written anew: {error}"
+                )
         edits = [e for e in edits if e.module not in wanted]
         drawn, mixed = switches(self.flow, training)
         for path in mixed:
-            forbidden |= dict.fromkeys(self.atoms_inside(path), f"{path}: its forward drops entries of whole and of cut values")
+            forbidden |= dict.fromkeys(
+                self.atoms_inside(path), f"{path}: its forward drops entries of whole and of cut values"
+            )
         plan = Plan(
             tp=self.tp,
             verdicts=tuple(self.verdicts()),
@@ -84,13 +90,13 @@ class Planner:
     def rewrite(self, path: str, why: str, training: Any) -> Rewrite:
         """The forward of a module, when each of its calls has one and the same."""
         if path not in training:
-            raise Unsupported("it takes another path in training")
+            raise UnsupportedError("it takes another path in training")
         if path.startswith("?"):
-            raise Unsupported("it is not a registered module")
+            raise UnsupportedError("it is not a registered module")
         calls = [c for c in self.ax.trace.calls if c.module == path]
         written = [rewrite(self.flow, c, self.nested, why, training[path]) for c in calls]
         if len(written) > 1 and len({_shape_of(w) for w in written}) > 1:
-            raise Unsupported("its calls differ")
+            raise UnsupportedError("its calls differ")
         return written[0]
 
     def atoms_inside(self, path: str) -> set[Term]:
@@ -172,7 +178,7 @@ class Planner:
         for i, term in enumerate(dims):
             for atom in sorted(leaves(term), key=lambda a: -a.n):
                 why = ""
-                if atom in self.choice.rejected and self.choice.rejected[atom]:
+                if self.choice.rejected.get(atom):
                     why = self.choice.rejected[atom]
                 elif self.ax.blocked.get(atom):
                     blocked = self.ax.blocked[atom][0]
@@ -183,7 +189,9 @@ class Planner:
                 if why:
                     reasons.append(f"dim {i}: {why}" if len(dims) > 1 else why)
                     break
-        return "; ".join(dict.fromkeys(reasons)) or ("it is a scalar" if not dims else "no axis that could be cut carries it")
+        return "; ".join(dict.fromkeys(reasons)) or (
+            "it is a scalar" if not dims else "no axis that could be cut carries it"
+        )
 
     # -- boundaries ---------------------------------------------------------------------------------------
 
@@ -193,7 +201,9 @@ class Planner:
         for call in self.ax.trace.calls:
             calls[call.module] += 1
         groups: dict[Boundary, list[int]] = defaultdict(list)
-        for placed in sorted(self.flow.placed, key=lambda p: (_position(p), ("reduce", "gather", "copy", "scatter").index(p.kind))):
+        for placed in sorted(
+            self.flow.placed, key=lambda p: (_position(p), ("reduce", "gather", "copy", "scatter").index(p.kind))
+        ):
             if placed.host is not None:
                 groups[self.boundary(placed)].append(placed.host.call.index)
         for boundary, indices in groups.items():
@@ -259,7 +269,9 @@ class Planner:
                 verdicts.append(v)
                 continue
             moved[v.name.rpartition(".")[0]] = twin.name.rpartition(".")[0]
-            verdicts.append(replace(twin, name=v.name, tied_to=v.tied_to, reason=f"{twin.reason}; as {twin.name}, its sibling"))
+            verdicts.append(
+                replace(twin, name=v.name, tied_to=v.tied_to, reason=f"{twin.reason}; as {twin.name}, its sibling")
+            )
         return _with_moved(replace(plan, verdicts=tuple(verdicts)), moved)
 
     def used_names(self) -> set[str]:

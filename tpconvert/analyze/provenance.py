@@ -121,7 +121,11 @@ def held_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """``(attribute, object)`` for the plain objects a module holds: configs and the like."""
     for name, value in vars(module).items():
         kind = type(value)
-        if name.startswith("_") or isinstance(value, nn.Module | type) or kind.__module__.split(".")[0] in ("torch", "builtins"):
+        if (
+            name.startswith("_")
+            or isinstance(value, nn.Module | type)
+            or kind.__module__.split(".")[0] in ("torch", "builtins")
+        ):
             continue
         if hasattr(value, "__dict__") and not callable(value):
             yield name, value
@@ -153,7 +157,5 @@ def _wrap(value: Any, owner: int, name: str, formulas: list[Expression]) -> Any:
     if type(value) is int and value > 1:
         return Int(value, Attribute(owner, name), formulas)
     if type(value) in (tuple, list) and value and all(type(v) is int for v in value):
-        return type(value)(
-            Int(v, Attribute(owner, name, i), formulas) if v > 1 else v for i, v in enumerate(value)
-        )
+        return type(value)(Int(v, Attribute(owner, name, i), formulas) if v > 1 else v for i, v in enumerate(value))
     return value

@@ -25,11 +25,13 @@ from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Rewrite
 
 
-class Unsupported(Exception):
+class UnsupportedError(Exception):
     """This forward cannot be written as data, for this reason."""
 
 
-def rewrite(flow: Flow, call: Call, nested: dict[Term, Term], why: str, training: dict[tuple[int, Any], Any] | None = None) -> Rewrite:
+def rewrite(
+    flow: Flow, call: Call, nested: dict[Term, Term], why: str, training: dict[tuple[int, Any], Any] | None = None
+) -> Rewrite:
     """The forward of one call, as data.  ``training`` holds, by (op number, path), what differs in train mode."""
     return _Writer(flow, call, nested, training or {}).write(why)
 
@@ -49,11 +51,11 @@ class _Writer:
 
     def write(self, why: str) -> Rewrite:
         if not self.call.plain:
-            raise Unsupported("it returns an object, not plain tensors")
+            raise UnsupportedError("it returns an object, not plain tensors")
         if any(n in self.ax.trace.by_data for n in self.ax.trace.nodes if n.meta["call"] is self.call):
-            raise Unsupported("its shapes hang on values")
+            raise UnsupportedError("its shapes hang on values")
         if self.call.asked:
-            raise Unsupported(f"it branches on values ({self.call.asked})")
+            raise UnsupportedError(f"it branches on values ({self.call.asked})")
         order = {n: i for i, n in enumerate(self.ax.trace.graph.nodes)}
         steps: list[tuple[int, Any]] = [(order[n], n) for n in self.ax.trace.nodes if n.meta["call"] is self.call]
         steps += [(c.position - 0.5, c) for c in self.children]  # type: ignore[misc]
@@ -66,7 +68,7 @@ class _Writer:
             else:
                 self.op(step, number)
                 number += 1
-        signature = {slot: "tensor" for slot in self.call.inputs}
+        signature = dict.fromkeys(self.call.inputs, "tensor")
         signature |= {slot: {"const": _constant(value)} for slot, value in self.call.constants.items()}  # type: ignore[dict-item]
         return Rewrite(self.call.module, why, signature, tuple(self.nodes), self.encode(self.call.result))
 
@@ -81,9 +83,14 @@ class _Writer:
         """A child's call; each tensor it returns becomes a value."""
         prefix = f"{self.call.module}." if self.call.module else ""
         if not call.module.startswith(prefix) or call.module.startswith("?"):
-            raise Unsupported(f"it calls {call.module}, which is not its child")
+            raise UnsupportedError(f"it calls {call.module}, which is not its child")
         args, kwargs = call.arguments
-        out = self.add("module", target=call.module[len(prefix) :], args=[self.encode(a) for a in args], kwargs={k: self.encode(v) for k, v in kwargs.items()})
+        out = self.add(
+            "module",
+            target=call.module[len(prefix) :],
+            args=[self.encode(a) for a in args],
+            kwargs={k: self.encode(v) for k, v in kwargs.items()},
+        )
         for slot, node in call.outputs.items():
             value = out
             for key in slot.split(".") if slot else ():
@@ -125,8 +132,10 @@ class _Writer:
         term = self.ax.of(weight)[0]  # type: ignore[arg-type]
         rows = [b.to_json() for b in blocks(term, self.chosen)]
         if self.flow.reduced.get(node) is None or self.flow.reduced[node].host is not None:
-            raise Unsupported("the lookup in its forward is summed elsewhere")
-        self.names[node] = self.add("lookup", node.name, args=[self.encode(weight), self.encode(ids)], blocks=rows, **extra)
+            raise UnsupportedError("the lookup in its forward is summed elsewhere")
+        self.names[node] = self.add(
+            "lookup", node.name, args=[self.encode(weight), self.encode(ids)], blocks=rows, **extra
+        )
 
     def collectives(self, node: fx.Node) -> None:
         """The collectives that stand right after a value inside this forward."""
@@ -153,17 +162,20 @@ class _Writer:
         if node.meta["op"] == "parameter":
             self.names[node] = self.add("param", target=self.own_name(node))
             return self.names[node]
-        raise Unsupported(f"its forward uses a tensor that is neither an input nor its own ({node.name})")
+        raise UnsupportedError(f"its forward uses a tensor that is neither an input nor its own ({node.name})")
 
     def own_name(self, node: fx.Node) -> str:
         """The path of a parameter from this module, under whichever of its names lies below it."""
         root = self.ax.trace.module
         prefix = f"{self.call.module}." if self.call.module else ""
         tensor = node.meta["val"]
-        for path, value in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]:
+        for path, value in [
+            *root.named_parameters(remove_duplicate=False),
+            *root.named_buffers(remove_duplicate=False),
+        ]:
             if value is tensor and path.startswith(prefix):
                 return path[len(prefix) :]
-        raise Unsupported(f"its forward reads {node.target}, which belongs to another module")
+        raise UnsupportedError(f"its forward reads {node.target}, which belongs to another module")
 
     # -- arguments ----------------------------------------------------------------------------------------
 
@@ -176,9 +188,18 @@ class _Writer:
             if path in local and isinstance(tree, int) and tree != -1:
                 site = local[path]
                 value = self.local(site.term, site.term.n)
-                return value if site.sign == 1 else {"$": self.add("call", target="operator.neg", args=[value], kwargs={})}
+                return (
+                    value if site.sign == 1 else {"$": self.add("call", target="operator.neg", args=[value], kwargs={})}
+                )
             if (number, path) in self.training and isinstance(tree, torch.dtype):
-                return {"$": self.add("call", target="torch.Tensor.dtype", args=[{"$": self.name(_dtype_source(node, tree))}], kwargs={})}
+                return {
+                    "$": self.add(
+                        "call",
+                        target="torch.Tensor.dtype",
+                        args=[{"$": self.name(_dtype_source(node, tree))}],
+                        kwargs={},
+                    )
+                }
             if (number, path) in self.training:
                 return {"$": self.add("training_else", args=[self.training[number, path], tree])}
             if isinstance(tree, tuple | list):
@@ -228,7 +249,7 @@ class _Writer:
             return value
         if expr[0] == "dim":
             if expr[1] not in self.names and expr[1].meta["op"] != "parameter":
-                raise Unsupported("its forward uses a size of a tensor it was not given")
+                raise UnsupportedError("its forward uses a size of a tensor it was not given")
             return {"$": self.add("size", args=[{"$": self.name(expr[1])}, expr[2]])}
         sides = [self.size(e, e if isinstance(e, int) else _whole(e, self.ax)) for e in expr[1:]]
         return {"$": self.add("call", target=f"operator.{expr[0].__name__}", args=sides, kwargs={})}
@@ -239,7 +260,7 @@ def _dtype_source(node: fx.Node, dtype: torch.dtype) -> fx.Node:
     for source, found in node.meta.get("dtypes", ()):
         if found is dtype:
             return source  # type: ignore[no-any-return]
-    raise Unsupported(f"{node.meta['op']} in its forward is given a dtype that moves with the model's")
+    raise UnsupportedError(f"{node.meta['op']} in its forward is given a dtype that moves with the model's")
 
 
 def _reads_shape(expr: Any) -> bool:
@@ -264,7 +285,7 @@ def _target(node: fx.Node) -> str:
     if not name.startswith("torch."):
         name = f"torch.nn.functional.{op}" if hasattr(F, op) else f"torch.{op}" if hasattr(torch, op) else ""
     if not name:
-        raise Unsupported(f"its forward calls {op}, which is no op of torch")
+        raise UnsupportedError(f"its forward calls {op}, which is no op of torch")
     return name
 
 
@@ -273,7 +294,7 @@ def _constant(value: Any) -> Any:
         return {"ellipsis": 1}
     if isinstance(value, bool | int | str) or value is None:
         if isinstance(value, str) and value.startswith("<"):
-            raise Unsupported(f"its forward is given {value}")
+            raise UnsupportedError(f"its forward is given {value}")
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": str(value)}
@@ -283,4 +304,4 @@ def _constant(value: Any) -> Any:
         return {"device": 1}
     if isinstance(value, torch.memory_format):
         return {"memory_format": str(value).removeprefix("torch.")}
-    raise Unsupported(f"its forward is given a {type(value).__name__}")
+    raise UnsupportedError(f"its forward is given a {type(value).__name__}")

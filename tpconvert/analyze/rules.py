@@ -51,7 +51,9 @@ def read_rules(path: Path) -> dict[str, Rule]:
     except tomllib.TOMLDecodeError as error:
         raise RuleError(f"{path} is not TOML: {error}.") from None
     if unknown := set(data) - {"op", "pointwise", "pattern"}:
-        raise RuleError(f"{path}: unknown table {sorted(unknown)[0]!r}.", hint="Use [[op]], [[pointwise]] or [[pattern]].")
+        raise RuleError(
+            f"{path}: unknown table {sorted(unknown)[0]!r}.", hint="Use [[op]], [[pointwise]] or [[pattern]]."
+        )
     out: dict[str, Rule] = {}
     for entry in data.get("pointwise", ()):
         _check(path, entry, {"names", "linear", "joint", "args"})
@@ -74,7 +76,8 @@ def _check(path: Path, entry: Mapping[str, Any], known: set[str]) -> None:
         raise RuleError(f"{path}: an entry has no names: {dict(entry)}.")
     if unknown := set(entry) - known:
         raise RuleError(
-            f"{path}: {entry['names']!r} has an unknown key {sorted(unknown)[0]!r}.", hint=f"Known: {', '.join(sorted(known))}."
+            f"{path}: {entry['names']!r} has an unknown key {sorted(unknown)[0]!r}.",
+            hint=f"Known: {', '.join(sorted(known))}.",
         )
 
 
@@ -89,7 +92,9 @@ def _dims_rule(path: Path, entry: Mapping[str, Any]) -> Rule:
     results = [part.split() for part in right.split(";")]
     named = {n for key in ("linear", "added") for n in entry.get(key, "").split()}
     if unknown := named - set(args):
-        raise RuleError(f"{path}: {entry['names']!r}: {sorted(unknown)[0]!r} is not one of its operands {', '.join(args)}.")
+        raise RuleError(
+            f"{path}: {entry['names']!r}: {sorted(unknown)[0]!r} is not one of its operands {', '.join(args)}."
+        )
     return Rule(
         _by_letters(args, letters, results, known),
         args,

@@ -21,9 +21,39 @@ LIMIT = 300_000
 """Entries of the largest tensor that is shadowed."""
 
 FACTORIES = frozenset(
-    "arange zeros ones full tensor as_tensor linspace logspace eye empty scalar_tensor tril_indices triu_indices from_numpy randperm".split()
+    [
+        "arange",
+        "zeros",
+        "ones",
+        "full",
+        "tensor",
+        "as_tensor",
+        "linspace",
+        "logspace",
+        "eye",
+        "empty",
+        "scalar_tensor",
+        "tril_indices",
+        "triu_indices",
+        "from_numpy",
+        "randperm",
+    ]
 )
-QUESTIONS = frozenset("item tolist __bool__ __int__ __float__ __index__ numpy equal allclose is_nonzero __contains__".split())
+QUESTIONS = frozenset(
+    [
+        "item",
+        "tolist",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "numpy",
+        "equal",
+        "allclose",
+        "is_nonzero",
+        "__contains__",
+    ]
+)
 
 
 def needs_shadow(module: nn.Module) -> bool:
@@ -120,13 +150,26 @@ class Shadow:
                 if meta.is_meta and meta.shape == real.shape and real.numel() <= LIMIT:
                     self.real[id(meta)] = real
                     self.alive.append(meta)
-        elif args and isinstance(args[0], torch.Tensor) and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+        elif (
+            args
+            and isinstance(args[0], torch.Tensor)
+            and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
+        ):
             self.real.pop(id(args[0]), None)
 
-    def without_meta(self, recorder: Any, func: Callable[..., Any], name: str, args: Any, kwargs: Any, shadow: Any) -> Any:
+    def without_meta(
+        self, recorder: Any, func: Callable[..., Any], name: str, args: Any, kwargs: Any, shadow: Any
+    ) -> Any:
         """A result for an op that meta tensors cannot run: that of the shadows, or one of the largest possible shape."""
         if any(t.dim() == 0 and id(t) in self.real for t in _tensors((args, kwargs))):
-            plain = _map(lambda t: self.real[id(t)].item() if isinstance(t, torch.Tensor) and t.dim() == 0 and id(t) in self.real else t, (args, kwargs))
+            plain = _map(
+                lambda t: (
+                    self.real[id(t)].item()
+                    if isinstance(t, torch.Tensor) and t.dim() == 0 and id(t) in self.real
+                    else t
+                ),
+                (args, kwargs),
+            )
             try:
                 return func(*plain[0], **plain[1])
             except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
@@ -144,7 +187,9 @@ class Shadow:
         tensor = next(iter(_tensors((args, kwargs))), None)
         if tensor is None or not tensor.is_meta:
             return func(*args, **kwargs)
-        self.note(recorder, f"{name} of a value that is not known: taken as {'true' if tensor.dtype == torch.bool else '1'}")
+        self.note(
+            recorder, f"{name} of a value that is not known: taken as {'true' if tensor.dtype == torch.bool else '1'}"
+        )
         if name in ("__bool__", "is_nonzero", "equal", "allclose", "__contains__"):
             return True
         if name == "tolist":
@@ -187,7 +232,9 @@ def largest(name: str, args: Any, kwargs: Any) -> Any:
         if name == "where" or kwargs.get("as_tuple"):
             return tuple(tensor.new_zeros(tensor.numel(), dtype=torch.long) for _ in range(tensor.dim()))
         return tensor.new_zeros((tensor.numel(), tensor.dim()), dtype=torch.long)
-    if name in ("masked_select", "unique", "unique_consecutive") or (name == "repeat_interleave" and kwargs.get("dim") is None and len(args) < 3):
+    if name in ("masked_select", "unique", "unique_consecutive") or (
+        name == "repeat_interleave" and kwargs.get("dim") is None and len(args) < 3
+    ):
         return tensor.reshape(-1).clone()
     if name == "repeat_interleave":
         return tensor.clone()
@@ -198,7 +245,15 @@ def largest(name: str, args: Any, kwargs: Any) -> Any:
     if name == "__getitem__" and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
         return tensor.reshape((-1, *tensor.shape[args[1].dim() :])).clone()
     if name == "__getitem__" and isinstance(args[1], tuple):
-        items = [i for a in args[1] for i in ([tensor.new_zeros(a.numel(), dtype=torch.long)] * a.dim() if isinstance(a, torch.Tensor) and a.dtype == torch.bool else [a])]
+        items = [
+            i
+            for a in args[1]
+            for i in (
+                [tensor.new_zeros(a.numel(), dtype=torch.long)] * a.dim()
+                if isinstance(a, torch.Tensor) and a.dtype == torch.bool
+                else [a]
+            )
+        ]
         return tensor[tuple(items)]
     if name in ("grouped_mm", "_grouped_mm"):
         return tensor.new_empty((*tensor.shape[:-1], args[1].shape[-1]))

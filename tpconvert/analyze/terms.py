@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from tpconvert.spec.layout import Block
 
 
-class Unaligned(Exception):
+class UnalignedError(Exception):
     """Two terms do not fit together: factors that do not nest, or a cut inside a factor."""
 
 
@@ -99,12 +99,12 @@ def leaves(term: Term) -> set[Term]:
 def unify(a: Term, b: Term) -> None:
     """Make two terms of one size the same term, refining atoms where needed.
 
-    Raises Unaligned where their factors or segments do not nest.
+    Raises UnalignedError where their factors or segments do not nest.
     """
     if find(a) is find(b):
         return
     if a.n != b.n:
-        raise Unaligned(f"sizes {a.n} and {b.n} differ")
+        raise UnalignedError(f"sizes {a.n} and {b.n} differ")
     left, right = atoms(a), atoms(b)
     while left and right:
         x, y = find(left.pop()), find(right.pop())
@@ -120,7 +120,7 @@ def unify(a: Term, b: Term) -> None:
         elif y.n > x.n and y.n % x.n == 0:
             right.append(peel(y, x))
         else:
-            raise Unaligned(f"factors {x.n} and {y.n} do not nest")
+            raise UnalignedError(f"factors {x.n} and {y.n} do not nest")
 
 
 def peel(term: Term, inner: Term) -> Term:
@@ -132,7 +132,7 @@ def peel(term: Term, inner: Term) -> Term:
     outers = []
     for segment in segments(term):
         if segment.n % inner.n:
-            raise Unaligned(f"a segment of {segment.n} is no multiple of the inner factor {inner.n}")
+            raise UnalignedError(f"a segment of {segment.n} is no multiple of the inner factor {inner.n}")
         outer = V(segment.n // inner.n)
         unify(segment, P(outer, inner))
         outers.append(outer)
@@ -153,7 +153,7 @@ def cut(term: Term, at: int) -> tuple[Term, Term]:
     if len(factors) > 1:
         inner = math.prod(a.n for a in factors[1:])
         if at % inner:
-            raise Unaligned(f"a cut at {at} falls inside the inner factor {inner}")
+            raise UnalignedError(f"a cut at {at} falls inside the inner factor {inner}")
         left, right = cut(factors[0], at // inner)
         return P(left, *factors[1:]), P(right, *factors[1:])
     return _cut_segments(factors[0], at)
@@ -197,7 +197,7 @@ def _merge(x: Term, y: Term) -> None:
 
 def _bind(atom: Term, term: Term) -> None:
     if _occurs(atom, term):
-        raise Unaligned(f"an axis of {atom.n} would contain itself")
+        raise UnalignedError(f"an axis of {atom.n} would contain itself")
     atom.ref = term
 
 

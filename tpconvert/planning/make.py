@@ -56,7 +56,13 @@ class Planning:
     """One run of the loop, and what it has learnt."""
 
     def __init__(
-        self, module: nn.Module, inputs: Inputs, tp: int, overrides: Sequence[str], rules: Sequence[Path], source: dict[str, Any]
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        tp: int,
+        overrides: Sequence[str],
+        rules: Sequence[Path],
+        source: dict[str, Any],
     ) -> None:
         if tp < 1:
             raise PlanError(f"tp={tp} is no number of ranks.", hint="Use --tp 2 or more.")
@@ -120,7 +126,7 @@ def captured(module: nn.Module, inputs: Inputs) -> Trace:
         return capture(module, inputs, shadow=Shadow() if needs_shadow(module) else None)
 
 
-class eval_mode:  # noqa: N801 - reads as a statement: with eval_mode(module)
+class eval_mode:
     """Every part of a module in evaluation mode, and back as it was."""
 
     def __init__(self, module: nn.Module, training: bool = False) -> None:
@@ -147,11 +153,20 @@ def pinned_names(module: nn.Module, overrides: Sequence[str]) -> set[str]:
     for text in overrides:
         pattern, equals, value = text.partition("=")
         if not equals or value != "whole":
-            raise RuleError(f"--set {text}: only PATTERN=whole is known.", hint="For example --set 'model.layers.*.mlp.*=whole'.")
-        found = {first for name, first in names.items() if fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}.*")}
+            raise RuleError(
+                f"--set {text}: only PATTERN=whole is known.", hint="For example --set 'model.layers.*.mlp.*=whole'."
+            )
+        found = {
+            first
+            for name, first in names.items()
+            if fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}.*")
+        }
         if not found:
             near = closest(pattern, names)
-            raise RuleError(f"--set {text}: no parameter or buffer matches {pattern!r}.", hint=f"Did you mean {near}?" if near else "")
+            raise RuleError(
+                f"--set {text}: no parameter or buffer matches {pattern!r}.",
+                hint=f"Did you mean {near}?" if near else "",
+            )
         out |= found
     return out
 
@@ -159,4 +174,3 @@ def pinned_names(module: nn.Module, overrides: Sequence[str]) -> set[str]:
 def closest(pattern: str, names: Mapping[str, Any]) -> str:
     """The name most like a pattern."""
     return next(iter(difflib.get_close_matches(pattern, list(names), 1, 0.4)), "")
-

@@ -62,7 +62,9 @@ def _prove_rank(module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice,
     return _compare(trace, found, local, choice, {r.module for r in plan.rewrites}, rank)
 
 
-def _compare(trace: Trace, found: Trace, local: nn.Module, choice: Choice, rewritten: set[str], rank: int) -> list[Fault]:
+def _compare(
+    trace: Trace, found: Trace, local: nn.Module, choice: Choice, rewritten: set[str], rank: int
+) -> list[Fault]:
     expected, have = own_ops(trace), own_ops(found)
     faults: dict[str, Fault] = {}
     by_data = trace.by_data
@@ -80,7 +82,10 @@ def _compare(trace: Trace, found: Trace, local: nn.Module, choice: Choice, rewri
                     break
     for call, other in _paired_calls(trace, found):
         for slot, node in call.outputs.items():
-            if slot in other.outputs and (why := _differs(node, other.outputs[slot], choice, rank, by_data, returned=True)) is not None:
+            if (
+                slot in other.outputs
+                and (why := _differs(node, other.outputs[slot], choice, rank, by_data, returned=True)) is not None
+            ):
                 faults.setdefault(call.module, Fault(call.module, why))
     inner = {p for p in faults if not any(q != p and q.startswith(f"{p}.") for q in faults)}
     return [faults[p] for p in faults if p in inner]
@@ -91,7 +96,9 @@ def _paired_calls(trace: Trace, found: Trace):  # type: ignore[no-untyped-def]
     return [(c, others[c.module, c.index]) for c in trace.calls if (c.module, c.index) in others]
 
 
-def _differs(node: fx.Node, other: fx.Node, choice: Choice, rank: int, by_data: set[fx.Node], returned: bool = False) -> str | None:
+def _differs(
+    node: fx.Node, other: fx.Node, choice: Choice, rank: int, by_data: set[fx.Node], returned: bool = False
+) -> str | None:
     """How an op's shape differs from the predicted one."""
     ax = choice.flow.ax
     if is_many(ax.dims[node]) or node.meta["op"] == "alias":
@@ -111,4 +118,3 @@ def _differs(node: fx.Node, other: fx.Node, choice: Choice, rank: int, by_data: 
 
 def _is_ours(module: nn.Module) -> bool:
     return any(c.__module__.startswith("tpconvert.parallel.layers") for c in type(module).__mro__)
-

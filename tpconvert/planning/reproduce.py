@@ -11,7 +11,7 @@ from tpconvert.analyze.capture import Trace
 from tpconvert.analyze.choose import Candidate, Choice, inner_atom, shares
 from tpconvert.analyze.dealing import Deal
 from tpconvert.analyze.emulate import Emulation, emulate
-from tpconvert.analyze.flow import Conflict, trace_flow
+from tpconvert.analyze.flow import ConflictError, trace_flow
 from tpconvert.analyze.rules import load_rules
 from tpconvert.analyze.terms import Term, blocks, leaves
 from tpconvert.errors import VerifyError
@@ -41,19 +41,27 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
     inline = frozenset(n for n in ax.lookups if not n.meta.get("layer"))
     try:
         flow = trace_flow(ax, deal.shares, inline)
-    except Conflict as conflict:
-        raise VerifyError(f"The plan's axes cannot be cut together: {conflict.why} (at {conflict.node.meta['op']}).") from None
+    except ConflictError as conflict:
+        raise VerifyError(
+            f"The plan's axes cannot be cut together: {conflict.why} (at {conflict.node.meta['op']})."
+        ) from None
     atoms = {a for c in chosen for a in (c.atom, *c.inner)}
     for name, node in trace.parameters.items():
         verdict = plan[name]
         dims = [i for i, t in enumerate(ax.of(node)) if node in flow.cut and leaves(t) & flow.cut_atoms]
         have = (dims[0], blocks(ax.of(node)[dims[0]], atoms)) if dims else (None, ())
         if have != (verdict.layout.dim, verdict.layout.blocks):
-            raise VerifyError(f"{name}: the plan cuts it {verdict.layout.to_json()}, its use asks for dim {have[0]}, {[b.to_json() for b in have[1]]}.")
+            raise VerifyError(
+                f"{name}: the plan cuts it {verdict.layout.to_json()}, its use asks for dim {have[0]}, {[b.to_json() for b in have[1]]}."
+            )
         if (node in flow.sum_grad) != verdict.sum_grad:
-            raise VerifyError(f"{name}: its gradient {'must' if node in flow.sum_grad else 'must not'} be summed over ranks; the plan says otherwise.")
+            raise VerifyError(
+                f"{name}: its gradient {'must' if node in flow.sum_grad else 'must not'} be summed over ranks; the plan says otherwise."
+            )
         if (node in flow.once) != verdict.once:
-            raise VerifyError(f"{name}: it {'counts' if node in flow.once else 'does not count'} on one rank only; the plan says otherwise.")
+            raise VerifyError(
+                f"{name}: it {'counts' if node in flow.once else 'does not count'} on one rank only; the plan says otherwise."
+            )
     return Reproduced(Choice(chosen, flow, deal))
 
 

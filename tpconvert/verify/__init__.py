@@ -5,4 +5,13 @@ from tpconvert.verify.result import Check, Result, Tolerance
 from tpconvert.verify.run import emulate_module, verify, verify_emulated
 from tpconvert.verify.text import proof_text
 
-__all__ = ["Check", "Result", "Tolerance", "compare_on_rank", "emulate_module", "proof_text", "verify", "verify_emulated"]
+__all__ = [
+    "Check",
+    "Result",
+    "Tolerance",
+    "compare_on_rank",
+    "emulate_module",
+    "proof_text",
+    "verify",
+    "verify_emulated",
+]

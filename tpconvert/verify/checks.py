@@ -61,7 +61,9 @@ def precision(module: nn.Module, inputs: Any) -> tuple[Tolerance, Any]:
 class _Pair:
     """The two models, and what was found."""
 
-    def __init__(self, whole: nn.Module, local: nn.Module, inputs: Any, plan: Plan, mesh: Mesh, tolerance: Tolerance) -> None:
+    def __init__(
+        self, whole: nn.Module, local: nn.Module, inputs: Any, plan: Plan, mesh: Mesh, tolerance: Tolerance
+    ) -> None:
         self.whole, self.local, self.inputs, self.plan, self.mesh = whole, local, inputs, plan, mesh
         self.bound = tolerance.bound
         self.widen = tolerance is FLOAT64
@@ -77,7 +79,9 @@ class _Pair:
         for module in (self.whole, self.local):
             module.eval()
         with torch.no_grad():
-            self.outputs(call(self.whole, self.inputs), call(self.local, self.inputs), "no grad", bound=max(self.bound, 1e-5))
+            self.outputs(
+                call(self.whole, self.inputs), call(self.local, self.inputs), "no grad", bound=max(self.bound, 1e-5)
+            )
         for mode in ("eval", "train"):
             for module in (self.whole, self.local):
                 module.train(mode == "train")
@@ -112,7 +116,9 @@ class _Pair:
     def gradients(self, mode: str) -> None:
         """Every parameter's gradient, put together through its layout."""
         whole = dict(self.whole.named_parameters(remove_duplicate=False))
-        floor = 1e-6 * max((float(p.grad.abs().max()) for p in whole.values() if p.grad is not None and p.numel()), default=0.0)
+        floor = 1e-6 * max(
+            (float(p.grad.abs().max()) for p in whole.values() if p.grad is not None and p.numel()), default=0.0
+        )
         for name, parts in self.parts(lambda p: p.grad if p.grad is not None else torch.zeros_like(p)):
             if self.mesh.rank:
                 continue
@@ -126,7 +132,9 @@ class _Pair:
             (self.whole, lambda limit: torch.nn.utils.clip_grad_norm_(self.whole.parameters(), limit)),
             (self.local, lambda limit: clip_grad_norm_(self.local, limit, self.mesh, self.plan)),
         ]
-        limit = 0.5 * float(torch.sqrt(sum(p.grad.double().square().sum() for p in self.whole.parameters() if p.grad is not None)))  # type: ignore[arg-type]
+        limit = 0.5 * float(
+            torch.sqrt(sum(p.grad.double().square().sum() for p in self.whole.parameters() if p.grad is not None))
+        )  # type: ignore[arg-type]
         for _ in range(STEPS):
             for module, clip in steps:
                 clip(limit)

@@ -11,7 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 from tpconvert.analyze.capture import descending_into_functionals
 
-DROPOUTS = frozenset("dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ native_dropout".split())
+DROPOUTS = frozenset(
+    ["dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_", "native_dropout"]
+)
 
 
 class Exact(TorchFunctionMode):

@@ -14,8 +14,12 @@ class Tolerance:
     reason: str
 
 
-FLOAT64 = Tolerance(1e-9, "float64: eps 2.2e-16 times the few thousand terms of a sum and the depth of the model, with a wide margin")
-FLOAT32 = Tolerance(2e-3, "float32: eps 1.2e-7 times the terms of a sum and the depth; used where a kernel has no float64")
+FLOAT64 = Tolerance(
+    1e-9, "float64: eps 2.2e-16 times the few thousand terms of a sum and the depth of the model, with a wide margin"
+)
+FLOAT32 = Tolerance(
+    2e-3, "float32: eps 1.2e-7 times the terms of a sum and the depth; used where a kernel has no float64"
+)
 BYTES = Tolerance(0.0, "bytes: equal or not")
 
 
@@ -81,7 +85,8 @@ class Result:
             "parted": self.parted,
             "notes": list(self.notes),
             "checks": [
-                {"kind": c.kind, "mode": c.mode, "name": c.name, "error": c.error, "bound": c.bound, "equal": c.equal} for c in self.worst()
+                {"kind": c.kind, "mode": c.mode, "name": c.name, "error": c.error, "bound": c.bound, "equal": c.equal}
+                for c in self.worst()
             ],
         }
 

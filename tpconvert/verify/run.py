@@ -70,7 +70,9 @@ def _start_method(source: Source) -> str:
     return "fork" if hasattr(os, "fork") else "spawn"
 
 
-def _rank(rank: int, degree: int, scratch: str, threads: int, build: Callable[[], nn.Module], inputs: Any, plan: str) -> None:
+def _rank(
+    rank: int, degree: int, scratch: str, threads: int, build: Callable[[], nn.Module], inputs: Any, plan: str
+) -> None:
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=degree, timeout=LIMIT)
     try:
@@ -149,4 +151,3 @@ def compare_bytes(source: Source, folder: Path) -> list[Check]:
     if missing := set(manifest.tensors) - set(worst):
         raise VerifyError(f"{folder} holds {min(missing)}, which {source.name} does not.")
     return [Check("bytes", name, error, BYTES.bound, "") for name, error in worst.items()]
-

@@ -15,7 +15,14 @@ SHOWN = 12
 def proof_text(result: Result, *, every: bool = False) -> str:
     """The table and the verdict, as a terminal shows them."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (("check", "left"), ("mode", "left"), ("name", "left"), ("error", "right"), ("bound", "right"), ("", "left")):
+    for name, justify in (
+        ("check", "left"),
+        ("mode", "left"),
+        ("name", "left"),
+        ("error", "right"),
+        ("bound", "right"),
+        ("", "left"),
+    ):
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     checks = result.worst(None if every else SHOWN)
     for c in checks:

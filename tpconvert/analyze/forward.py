@@ -1,0 +1,252 @@
+"""The forward side of a flow: what is cut, what is partial, and where partial values are summed and cut ones joined."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import fx
+
+from tpconvert.analyze.axes import inplace_target, is_many, nodes_in
+from tpconvert.analyze.ops_math import EXPANDING, UNIFORM
+from tpconvert.analyze.states import ConflictError, Flow, Hosts, Placed, involved, is_op, rule_of
+from tpconvert.analyze.terms import Term, half_cut, leaves
+
+
+def check_sums(flow: Flow) -> None:
+    """Refuse a contraction over a sum of which only some segments are cut."""
+    for term, node in flow.ax.contracts:
+        if half := half_cut(term, set(flow.cut_atoms)):
+            raise ConflictError(half, node, f"{node.meta['op']} contracts it together with a part that stays whole")
+
+
+def walk(flow: Flow, hosts: Hosts) -> bool:
+    """One walk over the graph; True when a reduce was placed and the walk must be done again."""
+    flow.cut.clear()
+    flow.partial.clear()
+    flow.once.clear()
+    contracts: dict[fx.Node, bool] = defaultdict(bool)
+    contracted: dict[fx.Node, set[Term]] = defaultdict(set)
+    for term, node in flow.ax.contracts:
+        contracts[node] |= term.n > 1
+        contracted[node] |= leaves(term) & flow.cut_atoms
+    for node in flow.ax.trace.nodes:
+        op = node.meta["op"]
+        if op in ("parameter", "constant", "input"):
+            if op == "parameter" and flow.atoms(node):
+                flow.cut.add(node)
+            continue
+        operands = list(dict.fromkeys(n for n in node.all_input_nodes if n is not node))
+        partial = [n for n in operands if n in flow.partial and n not in flow.reduced]
+        seen_cut = any(n in flow.cut for n in operands)
+        summed = any(n in flow.cut and flow.atoms(n) & contracted[node] for n in operands)
+        if ((seen_cut and flow.atoms(node)) or node in flow.made) and node not in flow.gathered:
+            flow.cut.add(node)
+        if partial:
+            bad = _not_linear(flow, node, partial)
+            if not bad and contracts[node]:
+                bad = partial  # a layer on top of a pending sum would only make the sum wider
+            for operand in bad:
+                _reduce(flow, hosts, operand)
+            if not all(operand in flow.reduced for operand in bad):
+                return True  # summed further up, so what was seen since is stale
+            if not bad:
+                flow.partial.add(node)
+        if summed and node not in flow.partial:
+            flow.partial.add(node)
+            if node in flow.inline:
+                flow.reduced[node] = Placed("reduce", node, None, node.meta["call"])
+            _add_once(flow, node, contracted[node])
+        if node in flow.partial and (target := inplace_target(node)) is not None:
+            flow.partial.add(target) if target.meta["op"] in UNIFORM else None
+    for node in flow.ax.trace.outputs.values():
+        if node in flow.partial and node not in flow.reduced:
+            _reduce(flow, hosts, node)
+            return True
+    stale = [n for n in flow.reduced if n not in flow.partial]
+    for node in stale:
+        del flow.reduced[node]
+    return bool(stale)
+
+
+def make_local(flow: Flow) -> bool:
+    """Find an expand or a constant fill whose new dim meets cut values further on; True when one was found."""
+    found = False
+    for node in flow.ax.trace.nodes:
+        if node in flow.cut or node.op != "call_function" or is_many(flow.ax.dims[node]) or not flow.atoms(node):
+            continue
+        if node.meta["op"] not in UNIFORM | EXPANDING or any(flow.atoms(n) for n in node.all_input_nodes):
+            continue
+        if _meets_cut(flow, node):
+            flow.made.add(node)
+            found = True
+    return found
+
+
+def _meets_cut(flow: Flow, node: fx.Node) -> bool:
+    pending, seen = [node], set()
+    while pending:
+        current = pending.pop()
+        for user in current.users:
+            if user in seen or not is_op(user):
+                continue
+            seen.add(user)
+            if any(n in flow.cut for n in user.all_input_nodes):
+                return True
+            if is_many(flow.ax.dims[user]) or flow.atoms(user):
+                pending.append(user)
+    return False
+
+
+def _not_linear(flow: Flow, node: fx.Node, partial: list[fx.Node]) -> list[fx.Node]:
+    """The partial operands that must be whole before this op."""
+    if node.meta["op"] in ("item", "alias"):
+        return []
+    rule = rule_of(flow, node)
+    if rule is None:
+        return partial
+    bound = flow.ax.bound.get(node, {})
+    names = {id(n): name for name, value in bound.items() for n in nodes_in(value)}
+    kinds = {names.get(id(n), "") for n in partial}
+    if kinds <= rule.joint:
+        group = [n for name in rule.joint for n in nodes_in(bound.get(name))]
+        mixed = [n for n in group if n not in partial and not is_zero(n) and not _may_be_once(flow, n)]
+        scalars = [bound[n] for n in rule.joint if isinstance(bound.get(n), int | float) and bound[n] != 0]
+        if mixed or scalars:
+            return partial
+        flow.once |= {n for n in group if n not in partial and not is_zero(n)}
+        return []
+    if kinds == {rule.added} and rule.added:
+        return partial
+    if kinds <= rule.linear and len(partial) == 1 and sum(n is partial[0] for n in nodes_in(list(bound.values()))) == 1:
+        added = bound.get(rule.added) if rule.added else None
+        if isinstance(added, fx.Node) and not is_zero(added):
+            if not _may_be_once(flow, added):
+                return partial
+            flow.once.add(added)
+        return []
+    return partial
+
+
+def _add_once(flow: Flow, node: fx.Node, atoms: set[Term]) -> None:
+    rule = rule_of(flow, node)
+    added = flow.ax.bound.get(node, {}).get(rule.added) if rule is not None and rule.added else None
+    if not isinstance(added, fx.Node) or is_zero(added):
+        return
+    if not _may_be_once(flow, added):
+        raise ConflictError(atoms, node, f"{node.meta['op']} adds a whole value to a partial one")
+    flow.once.add(added)
+
+
+def _may_be_once(flow: Flow, node: fx.Node) -> bool:
+    """A whole parameter that is only ever added."""
+    return node.meta["op"] == "parameter" and node not in flow.cut and all(_adds(flow, u, node) for u in node.users)
+
+
+def _adds(flow: Flow, user: fx.Node, node: fx.Node) -> bool:
+    rule = rule_of(flow, user)
+    if rule is None:
+        return False
+    bound = flow.ax.bound.get(user, {})
+    names = {name for name, value in bound.items() if node in nodes_in(value)}
+    return bool(names) and (names == {rule.added} or names <= rule.joint)
+
+
+def check_once(flow: Flow) -> None:
+    """Refuse a bias that is added to a partial value in one place and to a whole one in another."""
+    for node in flow.once:
+        for user in node.users:
+            if user not in flow.partial:
+                raise ConflictError(
+                    involved(flow, node),
+                    user,
+                    f"{node.target} is added to a partial value here and to a whole one there",
+                )
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether a value is all zeros (or not yet written)."""
+    op = node.meta["op"]
+    if op in ("zeros", "new_zeros", "zeros_like", "empty", "new_empty", "empty_like"):
+        return True
+    return op in ("to", "expand", "view", "reshape", "contiguous") and is_zero(node.args[0])  # type: ignore[arg-type]
+
+
+def _reduce(flow: Flow, hosts: Hosts, node: fx.Node) -> None:
+    """Sum a partial value where a boundary allows: at itself, or further up the linear chain."""
+    host = hosts.output(node)
+    if host is not None:
+        flow.reduced[node] = Placed("reduce", node, host, host.call)
+        return
+    upstream = [n for n in node.all_input_nodes if n in flow.partial and n not in flow.reduced]
+    if not upstream or not all(_reachable_host(flow, hosts, n) for n in upstream):
+        flow.reduced[node] = Placed("reduce", node, None, node.meta["call"])
+        return
+    for operand in upstream:
+        _reduce(flow, hosts, operand)
+
+
+def _reachable_host(flow: Flow, hosts: Hosts, node: fx.Node) -> bool:
+    if hosts.output(node) is not None:
+        return True
+    upstream = [n for n in node.all_input_nodes if n in flow.partial and n not in flow.reduced]
+    return bool(upstream) and all(_reachable_host(flow, hosts, n) for n in upstream)
+
+
+def gather_outputs(flow: Flow, hosts: Hosts) -> bool:
+    """Gather one cut value that leaves the model, as early as a boundary allows; False when there is none left."""
+    for node in dict.fromkeys(flow.ax.trace.outputs.values()):
+        if node not in flow.cut:
+            continue
+        start = _first_cut(flow, node)
+        host = hosts.output(start)
+        while host is None and start is not node:
+            start = _towards(flow, start, node)
+            host = hosts.output(start)
+        if host is None:
+            raise ConflictError(flow.atoms(node), node, "it reaches the model's output where no module returns it")
+        if len([t for t in flow.ax.of(start) if leaves(t) & flow.cut_atoms]) != 1:
+            raise ConflictError(flow.atoms(node), node, "it reaches the model's output in two dims")
+        flow.gathered[start] = Placed("gather", start, host, host.call)
+        flow.reduced.clear()
+        flow.made.clear()
+        return True
+    return False
+
+
+def _first_cut(flow: Flow, node: fx.Node) -> fx.Node:
+    """The op upstream where the value became cut: it has no cut operand but parameters."""
+    while True:
+        cut = [n for n in node.all_input_nodes if n in flow.cut and n.meta["op"] != "parameter"]
+        if not cut:
+            return node
+        if len(cut) > 1:
+            return node
+        node = cut[0]
+
+
+def _towards(flow: Flow, start: fx.Node, end: fx.Node) -> fx.Node:
+    """The consumer of ``start`` on the way to ``end``."""
+    node = end
+    while True:
+        cut = [n for n in node.all_input_nodes if n in flow.cut and n.meta["op"] != "parameter"]
+        if start in cut or not cut:
+            return node
+        node = cut[0]
+
+
+def scatter_wholes(flow: Flow, hosts: Hosts) -> None:
+    """A whole value that meets a cut one along the cut dim is taken in part."""
+    for node in flow.ax.trace.nodes:
+        if node in flow.cut or node in flow.gathered or is_many(flow.ax.dims[node]) or not flow.atoms(node):
+            continue
+        users = [u for u in node.users if is_op(u)]
+        wanted = {
+            u for u in users if u in flow.cut or (u in flow.partial and any(n in flow.cut for n in u.all_input_nodes))
+        }
+        if not wanted:
+            continue
+        covered, left = hosts.covering(node, wanted, set(users) - wanted)
+        flow.scatters += [Placed("scatter", node, host, host.call) for host, _ in covered]
+        for call in dict.fromkeys(u.meta["call"] for u in left):
+            mine = tuple(u for u in left if u.meta["call"] is call)
+            flow.scatters.append(Placed("scatter", node, None, call, consumers=mine))

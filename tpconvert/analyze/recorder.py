@@ -1,0 +1,377 @@
+"""The mode under which a forward writes itself down, op by op."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from tpconvert.analyze.provenance import Expression, Int
+from tpconvert.analyze.trace import Call
+from tpconvert.analyze.trees import constant_slots, is_plain, tensor_slots, tensors_in
+from tpconvert.errors import SourceError
+
+Inputs = Mapping[str, Any] | tuple[Any, ...]
+
+CONCRETE = frozenset(
+    [
+        "item",
+        "tolist",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "numpy",
+        "equal",
+        "allclose",
+        "is_nonzero",
+        "__contains__",
+        "__len__",
+        "__hash__",
+    ]
+)
+"""Questions answered by Python values; they leave no node."""
+
+
+DATA_SHAPED = frozenset(["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"])
+"""Ops whose result has a shape that hangs on values."""
+
+
+class Recorder(TorchFunctionMode):
+    """Writes a node for each torch function called while it is active."""
+
+    def __init__(self, module: nn.Module, values: bool, shadow: Any) -> None:
+        super().__init__()
+        self.module, self.values, self.shadow = module, values, shadow
+        self.graph = fx.Graph()
+        self.calls: list[Call] = []
+        self.stack: list[Call] = []
+        self.parameters: dict[str, fx.Node] = {}
+        self.names: dict[int, str] = {}
+        for name, tensor in _named_tensors(module):
+            self.names.setdefault(id(tensor), name)
+        self.formulas: list[Expression] = []
+        self.notes: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.nodes: dict[int, fx.Node] = {}  # id(tensor) -> its newest node
+        self.reads: list[tuple[Call | None, fx.Node, torch.dtype]] = []  # dtypes asked for, oldest first
+        self.by_data: set[fx.Node] = set()  # values whose shape hangs on other values
+        self.alive: list[Any] = []  # keeps tensors alive, so that ids stay unique
+        self.storages: dict[int, list[torch.Tensor]] = {}  # storage -> tensors on it
+
+    # -- running ------------------------------------------------------------------------------------------
+
+    def run(self, inputs: Inputs) -> Any:
+        """Call the module under the recorder."""
+        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+        if self.shadow is not None:
+            args, kwargs = self.shadow.enter(args), self.shadow.enter(kwargs)
+        for prefix, tree in (("args", args), ("kwargs", kwargs)):
+            for slot, tensor in tensor_slots(tree, prefix):
+                node = self.graph.create_node("placeholder", f"input_{slot.replace('.', '_')}")
+                node.meta.update(op="input", slot=slot, call=None)
+                self.bind(tensor, node)
+        with ExitStack() as stack:
+            stack.enter_context(self.following_calls())
+            stack.enter_context(descending_into_functionals())
+            if self.shadow is not None:
+                stack.enter_context(self.shadow.active(self))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self)
+            try:
+                return self.module(*args, **kwargs)
+            except Exception as error:
+                failure = _forward_failed(self.module, error)
+                failure.module = self.stack[-1].module if self.stack else ""  # type: ignore[attr-defined]
+                raise failure from error
+
+    @contextmanager
+    def following_calls(self) -> Iterator[None]:
+        """Keep the stack of module calls by hooks."""
+        path_of: dict[int, str] = {}
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            path_of.setdefault(id(module), path)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            path = path_of.get(id(module), f"?{type(module).__name__}")
+            call = Call(path, self.counts.get(path, 0), self.stack[-1] if self.stack else None)
+            self.counts[path] = call.index + 1
+            call.position = len(self.graph.nodes)
+            call.inputs = dict(self.slots(args, "args")) | dict(self.slots(kwargs, "kwargs"))
+            call.constants = dict(constant_slots(args, "args")) | dict(constant_slots(kwargs, "kwargs"))
+            call.arguments = (self.map(args), self.map(kwargs))
+            self.calls.append(call)
+            self.stack.append(call)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            call = self.stack.pop()
+            call.outputs = dict(self.slots(output))
+            call.result = self.map(output)
+            call.plain = is_plain(output)
+
+        with ExitStack() as stack:
+            for module in self.module.modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
+                stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+            yield
+
+    # -- recording ----------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = op_name(func)
+        if name in CONCRETE and name not in ("__hash__", "__len__") and self.stack:
+            self.stack[-1].asked = self.stack[-1].asked or name
+        if name == "__iter__":
+            if self.stack and self.nodes.get(id(args[0])) in self.by_data:
+                self.stack[-1].asked = self.stack[-1].asked or "__iter__"
+            with self:
+                return iter(args[0].unbind(0))
+        if name in (".shape", "size"):
+            return self.sizes(func, args, kwargs)
+        if name == ".dtype":
+            self.reads.append((self.stack[-1] if self.stack else None, self.node_for(args[0]), args[0].dtype))
+            return args[0].dtype
+        if name in CONCRETE and self.shadow is None:
+            return func(*args, **kwargs)
+        out = self.shadow.execute(self, func, name, args, kwargs) if self.shadow is not None else func(*args, **kwargs)
+        if name in CONCRETE:
+            return out
+        inplace = is_inplace(name, kwargs)
+        if not inplace:
+            out = fresh(out, args, kwargs)
+        outs = list(tensors_in(out))
+        if outs or inplace:
+            self.record(func, name, args, kwargs, out, outs, inplace)
+        return out
+
+    def record(
+        self, func: Any, name: str, args: Any, kwargs: Any, out: Any, outs: list[torch.Tensor], inplace: bool
+    ) -> None:
+        """Write one op."""
+        call = self.stack[-1] if self.stack else None
+        node = self.graph.create_node("call_function", func, self.map(tuple(args)), self.map(kwargs))
+        node.meta.update(op=name, call=call, val=out)
+        if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+            node.meta["dtypes"] = [(n, d) for c, n, d in reversed(self.reads) if c is call]
+        if name == "embedding":
+            node.meta["layer"] = _runs_in(nn.Embedding.forward)
+        if (
+            name in DATA_SHAPED
+            or (name == "where" and len(args) == 1)
+            or any(n in self.by_data for n in node.all_input_nodes)
+        ):
+            self.by_data.add(node)
+        if inplace:
+            target = kwargs["out"] if kwargs.get("out") is not None else args[0]
+            for tensor in tensors_in(target):
+                self.mutated(tensor, node)
+                node.meta["val"] = tensor
+        elif isinstance(out, torch.Tensor):
+            self.bind(out, node)
+        else:
+            for i, tensor in enumerate(outs):
+                item = self.graph.create_node("call_function", operator.getitem, (node, i))
+                item.meta.update(op="item", call=call)
+                if node in self.by_data:
+                    self.by_data.add(item)
+                self.bind(tensor, item)
+
+    def sizes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``x.shape`` and ``x.size()`` whose integers remember the tensor and the dim."""
+        out = func(*args, **kwargs)
+        if self.shadow is not None:
+            args = self.shadow.lift(self, args)
+        node = self.node_for(args[0])
+        if isinstance(out, torch.Size):
+            return torch.Size([Int(n, ("dim", node, i), self.formulas) for i, n in enumerate(out)])
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        return Int(out, ("dim", node, int(dim) % args[0].dim()), self.formulas)
+
+    def mutated(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        """Give ``tensor``, and everything on its storage, a version after ``node``."""
+        with torch._C.DisableTorchFunction():
+            others = [t for t in self.storages.get(_storage(tensor), ()) if t is not tensor]
+        self.bind(tensor, node)
+        for other in others:
+            if (old := self.nodes.get(id(other))) is not None:
+                alias = self.graph.create_node("call_function", mutated_alias, (old, node))
+                alias.meta.update(op="alias", call=self.stack[-1] if self.stack else None)
+                self.bind(other, alias)
+
+    def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        """``node`` is now what ``tensor`` is."""
+        with torch._C.DisableTorchFunction():
+            if id(tensor) not in self.nodes:
+                self.alive.append(tensor)
+                self.storages.setdefault(_storage(tensor), []).append(tensor)
+            self.nodes[id(tensor)] = node
+            node.meta.setdefault("val", tensor)
+            node.meta["grad"] = tensor.requires_grad
+            node.meta["shape"] = tuple(tensor.shape)
+            if self.values and tensor.device.type != "meta":
+                node.meta["value"] = tensor.detach().clone()
+
+    def node_for(self, tensor: torch.Tensor) -> fx.Node:
+        """The node of ``tensor``; one seen for the first time is a parameter, a buffer or a constant."""
+        node = self.nodes.get(id(tensor))
+        if node is None:
+            name = self.names.get(id(tensor))
+            if name is not None:
+                node = self.parameters[name] = self.graph.create_node("get_attr", name)
+                node.meta.update(op="parameter", call=None)
+            else:
+                node = self.graph.create_node("placeholder", f"constant_{len(self.alive)}")
+                node.meta.update(op="constant", call=self.stack[-1] if self.stack else None)
+            self.bind(tensor, node)
+        elif tensor.requires_grad and not node.meta["grad"]:
+            mark_differentiable(node)  # the result of a custom autograd function, whose body ran without grad
+        return node
+
+    def map(self, tree: Any) -> Any:
+        """``tree`` with nodes in place of tensors, in types fx accepts."""
+        if isinstance(tree, torch.Tensor):
+            return self.node_for(tree)
+        if isinstance(tree, torch.Size):
+            return tuple(tree)
+        if isinstance(tree, tuple):
+            return tuple(map(self.map, tree))
+        if isinstance(tree, list):
+            return list(map(self.map, tree))
+        if isinstance(tree, Mapping):
+            return {str(k): self.map(v) for k, v in tree.items()}
+        if isinstance(tree, slice):
+            return slice(self.map(tree.start), self.map(tree.stop), self.map(tree.step))
+        if isinstance(
+            tree, int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
+        ):
+            return tree
+        if tree is None or tree is ...:
+            return tree
+        return f"<{type(tree).__name__}>"
+
+    def slots(self, tree: Any, prefix: str = "") -> Iterator[tuple[str, fx.Node]]:
+        """``(slot, node)`` of each tensor in ``tree``."""
+        for slot, tensor in tensor_slots(tree, prefix):
+            yield slot, self.node_for(tensor)
+
+
+def fresh(out: Any, args: Any, kwargs: Any) -> Any:
+    """``out`` with a new tensor object wherever an op returned its own argument, as ``x.to(x.dtype)`` does.
+
+    Otherwise the argument itself would seem to have passed through the op.
+    """
+    given = {id(t) for t in tensors_in((args, kwargs))}
+    if isinstance(out, torch.Tensor):
+        with torch._C.DisableTorchFunction():
+            return torch.ops.aten.alias.default(out) if id(out) in given else out
+    if type(out) in (tuple, list) and any(id(t) in given for t in tensors_in(out)):
+        return type(out)(fresh(o, args, kwargs) for o in out)
+    return out
+
+
+def mutated_alias(old: Any, by: Any) -> Any:
+    """The new version of a tensor whose storage ``by`` wrote to."""
+    return old
+
+
+def op_name(func: Any) -> str:
+    """The torch-level name; property reads start with a dot."""
+    name = getattr(func, "__name__", str(func))
+    return f".{func.__self__.__name__}" if name == "__get__" else name
+
+
+def is_inplace(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op writes into one of its arguments."""
+    if name == "__setitem__" or kwargs.get("out") is not None:
+        return True
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
+    return name.endswith("_")
+
+
+def mark_differentiable(node: fx.Node) -> None:
+    """Mark a node, and all it was computed from, as taking part in differentiation."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        value = node.meta.get("val")
+        if node.meta.get("grad") or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        node.meta["grad"] = True
+        pending += node.all_input_nodes
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return -id(tensor)
+
+
+def _runs_in(function: Any) -> bool:
+    """Whether a call of ``function`` is on the stack, a few frames up."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_code is function.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def descending_into_functionals() -> Iterator[None]:
+    """Record what Python-level functionals do inside, instead of the functional as one op.
+
+    They ask ``has_torch_function`` first and hand themselves over whole when a mode is active; for the duration
+    that question is answered no.  Builtins do not ask in Python and are recorded as ever.
+    """
+    names = [
+        n for n in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic") if hasattr(F, n)
+    ]
+    saved = {n: getattr(F, n) for n in names}
+    for n in names:
+        setattr(F, n, _no)
+    try:
+        yield
+    finally:
+        for n, function in saved.items():
+            setattr(F, n, function)
+
+
+def _no(*args: Any) -> bool:
+    return False
+
+
+def _forward_failed(module: nn.Module, error: Exception) -> SourceError:
+    """Name the deepest line that belongs to neither torch nor this package."""
+    where = ""
+    tb: types.TracebackType | None = error.__traceback__
+    while tb is not None:
+        code = tb.tb_frame.f_code
+        package = tb.tb_frame.f_globals.get("__name__", "").split(".")[0]
+        if package not in ("torch", "tpconvert", "contextlib"):
+            where = f"{code.co_filename}:{tb.tb_lineno} in {code.co_name}: "
+        tb = tb.tb_next
+    text = " ".join(str(error).split()) or "no message"
+    return SourceError(
+        f"{type(module).__name__}'s forward failed while tracing: {where}{type(error).__name__}: {text}",
+        hint="Check the example inputs.",
+    )

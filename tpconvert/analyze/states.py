@@ -1,0 +1,144 @@
+"""The states of values under one choice of axes, and the places where collectives can stand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from tpconvert.analyze.axes import Axes, Rule, flat
+from tpconvert.analyze.capture import Call
+from tpconvert.analyze.terms import Term, leaves
+
+
+class ConflictError(Exception):
+    """These axes cannot be cut (together), for this reason."""
+
+    def __init__(self, atoms: Iterable[Term], node: fx.Node, why: str) -> None:
+        super().__init__(why)
+        self.atoms, self.node, self.why = set(atoms), node, why
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A place a hook can stand: the input or the output of a module call."""
+
+    call: Call
+    side: str
+    slots: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """A collective and where it stands; without a host it stands inside ``call``'s own forward."""
+
+    kind: str
+    node: fx.Node
+    host: Host | None
+    call: Call | None
+    span: tuple[int, int, int] | None = None
+    """copy: ``(dim, start, stop)`` of the whole tensor."""
+    consumers: tuple[fx.Node, ...] = ()
+    """copy, scatter inside a forward: the ops that see the result."""
+
+
+@dataclass(eq=False)
+class Flow:
+    """The states and collectives of one choice."""
+
+    ax: Axes
+    cut_atoms: frozenset[Term]
+    inline: frozenset[fx.Node] = frozenset()
+    cut: set[fx.Node] = field(default_factory=set)
+    """Values a rank holds a part of."""
+    made: set[fx.Node] = field(default_factory=set)
+    """Ops that make a cut dim out of nothing (an expand, a constant fill) and do so in its local size."""
+    partial: set[fx.Node] = field(default_factory=set)
+    """Values that are terms of a sum when computed (before their reduce, if they have one)."""
+    reduced: dict[fx.Node, Placed] = field(default_factory=dict)
+    gathered: dict[fx.Node, Placed] = field(default_factory=dict)
+    once: set[fx.Node] = field(default_factory=set)
+    sum_grad: set[fx.Node] = field(default_factory=set)
+    """Parameters whose gradient is partial."""
+    zone: set[fx.Node] = field(default_factory=set)
+    """Values whose gradient is partial."""
+    copies: list[Placed] = field(default_factory=list)
+    scatters: list[Placed] = field(default_factory=list)
+    _atoms: dict[fx.Node, set[Term]] = field(default_factory=dict)
+
+    @property
+    def placed(self) -> list[Placed]:
+        """Every collective."""
+        return [*self.reduced.values(), *self.gathered.values(), *self.copies, *self.scatters]
+
+    def atoms(self, node: fx.Node) -> set[Term]:
+        """The cut atoms among a value's dims."""
+        if node not in self._atoms:
+            self._atoms[node] = set().union(*(leaves(t) for t in flat(self.ax.dims[node]))) & self.cut_atoms
+        return self._atoms[node]
+
+    def whole(self, node: fx.Node) -> bool:
+        """Whether consumers see all of the value."""
+        return node not in self.cut and (node not in self.partial or node in self.reduced)
+
+
+class Hosts:
+    """Finds module boundaries for values."""
+
+    def __init__(self, ax: Axes) -> None:
+        self.outputs: dict[fx.Node, list[Call]] = defaultdict(list)
+        self.inputs: dict[fx.Node, list[Call]] = defaultdict(list)
+        for call in ax.trace.calls:
+            for node in dict.fromkeys(call.outputs.values()):
+                self.outputs[node].append(call)
+            for node in dict.fromkeys(call.inputs.values()):
+                self.inputs[node].append(call)
+
+    def output(self, node: fx.Node) -> Host | None:
+        """The innermost call that returns the value it computed, when nothing inside uses it further."""
+        for call in sorted(self.outputs[node], key=lambda c: -c.position):
+            made = node.meta["call"]
+            if made is None or not made.inside(call):
+                continue
+            if any(is_op(u) and u.meta["call"] is not None and u.meta["call"].inside(call) for u in node.users):
+                continue
+            return Host(call, "output", tuple(s for s, n in call.outputs.items() if n is node))
+        return None
+
+    def covering(
+        self, node: fx.Node, wanted: set[fx.Node], others: set[fx.Node]
+    ) -> tuple[list[tuple[Host, set[fx.Node]]], set[fx.Node]]:
+        """Calls whose input is ``node`` and which hold only ``wanted`` consumers: ``(hosts with theirs, consumers left)``."""
+        found = []
+        left = set(wanted)
+        for call in sorted(self.inputs[node], key=lambda c: c.position):
+            inside = {u for u in left if u.meta["call"] is not None and u.meta["call"].inside(call)}
+            if not inside or any(u.meta["call"] is not None and u.meta["call"].inside(call) for u in others):
+                continue
+            made = node.meta["call"]
+            if made is not None and made.inside(call):
+                continue
+            found.append((Host(call, "input", tuple(s for s, n in call.inputs.items() if n is node)), inside))
+            left -= inside
+        return found, left
+
+
+def involved(flow: Flow, node: fx.Node) -> set[Term]:
+    """The cut atoms around a value, for telling which axes a conflict is about."""
+    near = {node, *node.all_input_nodes, *(u for u in node.users if is_op(u))}
+    found = set().union(*(flow.atoms(n) for n in near))
+    contracted = {t for term, n in flow.ax.contracts if n in near for t in leaves(term)} & flow.cut_atoms
+    return found | contracted or set(flow.cut_atoms)
+
+
+def rule_of(flow: Flow, node: fx.Node) -> Rule | None:
+    """The rule of an op."""
+    op = node.meta["op"]
+    return flow.ax.rules.get(op) or flow.ax.rules.get(op.rstrip("_"))
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether a node is not the graph's output."""
+    return node.op != "output"

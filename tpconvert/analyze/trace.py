@@ -1,0 +1,62 @@
+"""What a capture gives: the graph, the parameters, and every call of every module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from tpconvert.analyze.provenance import Expression
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of one module: what went in, what came out, by slot (see ``spec.plan.Boundary.slots``)."""
+
+    module: str
+    index: int
+    parent: Call | None
+    inputs: dict[str, fx.Node] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, fx.Node] = field(default_factory=dict)
+    result: Any = None
+    """The output's structure with nodes in place of tensors."""
+    arguments: Any = None
+    asked: str = ""
+    """A question about values that its own forward asked of a tensor, so that it may take another path another time."""
+    plain: bool = True
+    """Whether the output is made of tensors, tuples, lists and dicts alone."""
+    position: int = 0
+    """Number of nodes recorded before it was called."""
+
+    def inside(self, other: Call) -> bool:
+        """Whether this call happened within ``other`` (or is it)."""
+        call: Call | None = self
+        while call is not None and call is not other:
+            call = call.parent
+        return call is not None
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """A captured forward."""
+
+    module: nn.Module
+    graph: fx.Graph
+    parameters: dict[str, fx.Node]
+    """First name of each parameter or buffer the forward used -> its node."""
+    names: dict[int, str]
+    """id of a parameter or buffer -> its first name."""
+    calls: list[Call]
+    outputs: dict[str, fx.Node]
+    owners: dict[int, Any]
+    formulas: list[Expression]
+    notes: list[str]
+    by_data: set[fx.Node]
+    """Values whose shape hangs on other values."""
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All nodes in order of execution."""
+        return [n for n in self.graph.nodes if n.op != "output"]
