@@ -26,7 +26,7 @@ Dims = list[Term]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """An integer argument of an op: ``path`` leads to it in ``(args, kwargs)``; it is ``sign`` x the size of ``term``."""
+    """An integer argument of an op, ``sign`` x the size of ``term``; ``path`` leads to it in ``(args, kwargs)``."""
 
     path: tuple[Any, ...]
     term: Term

@@ -153,7 +153,7 @@ class Backward:
         return True
 
     def spans(self, node: fx.Node, users: list[fx.Node]) -> list[tuple[int, int, int]] | None:
-        """The ranges of one dim with partial gradients, when every consumer takes a range of it and the others stay apart."""
+        """The ranges of one dim with partial gradients; None unless every consumer takes a range, the others apart."""
         found: list[tuple[bool, int, int, int]] = []
         for user in users:
             if is_many(self.flow.ax.dims[user]):

@@ -137,6 +137,7 @@ def _grain(ax: Axes, candidate: Candidate, tp: int) -> str:
 
 
 def shares(candidate: Candidate, tp: int) -> dict[Term, tuple[int, int]]:
+    """How its atoms are dealt at this degree (see :class:`Deal`)."""
     n = candidate.atom.n
     if n >= tp:
         return {candidate.atom: (tp, 1)}
@@ -199,7 +200,7 @@ def _tokens(ax: Axes) -> tuple[float, set[Term]]:
 def _sent(ax: Axes, atom: Term, tokens: tuple[float, set[Term]]) -> float:
     """Elements sent per token because of this axis."""
     rows, sequence = tokens
-    nodes = {n for n in ax.contracted.get(atom, ())}
+    nodes = set(ax.contracted.get(atom, ()))
     for node in ax.trace.outputs.values():
         if any(atom in leaves(t) for t in ax.of(node)):
             nodes.add(node)

@@ -95,6 +95,7 @@ class Lockstep:
         self.place(node)
 
     def start(self, node: fx.Node) -> None:
+        """Give every rank its part of a parameter, or all of an input."""
         value = node.meta["value"]
         if node.meta["op"] != "parameter":
             self.env[node] = [value for _ in self.ranks]
@@ -123,6 +124,7 @@ class Lockstep:
             self.show(placed, scatter(self.env[node], [self.indices(node, r) for r in self.ranks]))
 
     def show(self, placed: Placed, values: list[Any]) -> None:
+        """Let the consumers of a collective, and no others, see its results."""
         call = placed.host.call if placed.host is not None else None
         for user in placed.node.users:
             inside = (
@@ -393,7 +395,7 @@ def masked_lookup(table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, no
     place[rows] = torch.arange(len(rows))
     local = place[ids.clamp(max=len(place) - 1)]
     padding = node.kwargs.get("padding_idx", node.args[2] if len(node.args) > 2 else -1)
-    held = (local >= 0) if padding in (None, -1) else (local >= 0)
+    held = local >= 0
     out = torch.nn.functional.embedding(local.clamp(min=0), table)
     if isinstance(padding, int) and padding >= 0:
         out = torch.where((ids == padding)[..., None], out.detach(), out)

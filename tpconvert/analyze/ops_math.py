@@ -362,7 +362,8 @@ def _table() -> dict[str, Rule]:
         ("sum nansum", sum_over, "input dim keepdim", x, ""),
         ("mean", reduce_over, "input dim keepdim", none, ""),
         (
-            "var std max min amax amin argmax argmin any all prod logsumexp median var_mean std_mean aminmax count_nonzero",
+            "var std max min amax amin argmax argmin any all prod logsumexp median var_mean std_mean aminmax "
+            "count_nonzero",
             reduce_over,
             "input dim keepdim",
             none,
@@ -389,8 +390,8 @@ def _table() -> dict[str, Rule]:
         ("outer ger", outer, "input other", both, ""),
         ("unfold", unfold, "input dim size step", x, ""),
         (
-            "arange zeros ones full empty tensor as_tensor rand randn randint randperm linspace logspace eye new_zeros new_ones new_full "
-            "new_empty new_tensor tril_indices triu_indices hann_window scalar_tensor from_numpy",
+            "arange zeros ones full empty tensor as_tensor rand randn randint randperm linspace logspace eye "
+            "new_zeros new_ones new_full new_empty new_tensor tril_indices triu_indices hann_window scalar_tensor from_numpy",
             factory,
             "",
             none,

@@ -167,11 +167,10 @@ class Classifier:
 
     def gated(self, atom: Term) -> bool:
         """Whether two values that both carry the axis are multiplied."""
-        for node in self.ops[atom]:
-            if node.meta["op"] in ("mul", "__mul__", "mul_", "glu") and len(node.all_input_nodes) == 2:
-                if all(any(atom in leaves(t) for t in self.ax.of(n)) for n in node.all_input_nodes):
-                    return True
-        return False
+        products = [
+            n for n in self.ops[atom] if n.meta["op"] in ("mul", "__mul__", "mul_") and len(n.all_input_nodes) == 2
+        ]
+        return any(all(any(atom in leaves(t) for t in self.ax.of(n)) for n in p.all_input_nodes) for p in products)
 
     def fused(self, name: str, dim: int, atom: Term) -> bool:
         """Whether a parameter's dim holds the axis more than once, in segments."""

@@ -123,6 +123,7 @@ class Planner:
         return f"{'.'.join(common)}:{self.classifier.pattern(candidate.atom).name}"
 
     def axes(self) -> Iterable[Axis]:
+        """The chosen axes, each under a name of its own."""
         counts: dict[str, int] = defaultdict(int)
         for c, name in self.names.items():
             counts[name] += 1
@@ -154,6 +155,7 @@ class Planner:
                 first.setdefault(id(tensor), name)
 
     def verdict(self, name: str, node: fx.Node) -> Verdict:
+        """What happens to one parameter or buffer the forward used."""
         base = Verdict(name, (), "", Layout(), "", sum_grad=node in self.flow.sum_grad, once=node in self.flow.once)
         dims = self.ax.of(node)
         if node in self.flow.cut:
@@ -213,6 +215,7 @@ class Planner:
                 yield from (replace(boundary, call=i) for i in sorted(indices))
 
     def boundary(self, placed: Placed) -> Boundary:
+        """A hosted collective as the plan holds it."""
         assert placed.host is not None
         node = placed.node
         base = Boundary(
@@ -246,8 +249,7 @@ class Planner:
             pending = list(node.users)
             for user in pending[:64]:
                 if user.op != "output":
-                    here = self.flow.atoms(user) if not isinstance(self.ax.dims[user], list) or True else set()
-                    found |= {self.candidates[a] for a in here}
+                    found |= {self.candidates[a] for a in self.flow.atoms(user)}
                     pending += list(user.users) if not found else []
         return self.names[min(found, key=self.choice.chosen.index)] if found else ""
 

@@ -35,6 +35,7 @@ class Int(int):
     formulas: list[Expression]
 
     def __new__(cls, value: int, expression: Expression, formulas: list[Expression]) -> Int:
+        """An int of this value that was made so."""
         self = int.__new__(cls, value)
         self.expression = expression
         self.formulas = formulas

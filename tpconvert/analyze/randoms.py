@@ -56,7 +56,7 @@ def random_nodes(flow: Flow, training: Any) -> Iterable[fx.Node]:
         elif op in DRAWS:
             yield node
         elif op == "scaled_dot_product_attention":
-            differs = training[call.module] if call.module in training else {}
+            differs = training.get(call.module)
             if _argument(node, 4, "dropout_p") or (own, (1, "dropout_p")) in differs or (own, (0, 4)) in differs:
                 yield node
 

@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from tpconvert.analyze.trees import tensors_below
+
 LIMIT = 300_000
 """Entries of the largest tensor that is shadowed."""
 
@@ -121,7 +123,7 @@ class Shadow:
 
     def on_shadows(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """The op on real values; None where an operand has none."""
-        found = [t for t in _tensors((args, kwargs))]
+        found = list(tensors_below((args, kwargs)))
         if not found and name not in FACTORIES:
             return None
         if any(id(t) not in self.real for t in found):
@@ -146,7 +148,7 @@ class Shadow:
     def remember(self, out: Any, shadow: Any, name: str, args: Any) -> None:
         """Keep the shadow of a result; a tensor written to by what has no shadow loses its own."""
         if shadow is not None:
-            for meta, real in zip(_tensors(out), _tensors(shadow), strict=False):
+            for meta, real in zip(tensors_below(out), tensors_below(shadow), strict=False):
                 if meta.is_meta and meta.shape == real.shape and real.numel() <= LIMIT:
                     self.real[id(meta)] = real
                     self.alive.append(meta)
@@ -160,8 +162,8 @@ class Shadow:
     def without_meta(
         self, recorder: Any, func: Callable[..., Any], name: str, args: Any, kwargs: Any, shadow: Any
     ) -> Any:
-        """A result for an op that meta tensors cannot run: that of the shadows, or one of the largest possible shape."""
-        if any(t.dim() == 0 and id(t) in self.real for t in _tensors((args, kwargs))):
+        """A result for an op that meta cannot run: that of the shadows, or one of the largest possible shape."""
+        if any(t.dim() == 0 and id(t) in self.real for t in tensors_below((args, kwargs))):
             plain = _map(
                 lambda t: (
                     self.real[id(t)].item()
@@ -184,7 +186,7 @@ class Shadow:
 
     def guess(self, recorder: Any, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """The fixed answer to a question about values that are not known: yes, or one."""
-        tensor = next(iter(_tensors((args, kwargs))), None)
+        tensor = next(iter(tensors_below((args, kwargs))), None)
         if tensor is None or not tensor.is_meta:
             return func(*args, **kwargs)
         self.note(
@@ -283,16 +285,3 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
     if type(tree) is dict:
         return {k: _map(function, v) for k, v in tree.items()}
     return function(tree)
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _tensors(item)
-    elif isinstance(tree, slice):
-        yield from _tensors((tree.start, tree.stop, tree.step))

@@ -110,7 +110,7 @@ class Hosts:
     def covering(
         self, node: fx.Node, wanted: set[fx.Node], others: set[fx.Node]
     ) -> tuple[list[tuple[Host, set[fx.Node]]], set[fx.Node]]:
-        """Calls whose input is ``node`` and which hold only ``wanted`` consumers: ``(hosts with theirs, consumers left)``."""
+        """Calls that ``node`` enters and that hold only ``wanted`` consumers: ``(hosts with theirs, those left)``."""
         found = []
         left = set(wanted)
         for call in sorted(self.inputs[node], key=lambda c: c.position):

@@ -46,6 +46,21 @@ def _children(tree: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, getattr(tree, name)) for name in tree.__dataclass_fields__)
 
 
+def tensors_below(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an op's arguments, those in slices too."""
+    if isinstance(tree, slice):
+        tree = (tree.start, tree.stop, tree.step)
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from tensors_below(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_below(item)
+
+
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of :func:`tensor_slots`, without their slots."""
     for _, tensor in tensor_slots(tree):
         yield tensor

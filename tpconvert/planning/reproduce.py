@@ -15,6 +15,7 @@ from tpconvert.analyze.flow import ConflictError, trace_flow
 from tpconvert.analyze.rules import load_rules
 from tpconvert.analyze.terms import Term, blocks, leaves
 from tpconvert.errors import VerifyError
+from tpconvert.spec.layout import Layout
 from tpconvert.spec.plan import Axis, Plan
 
 
@@ -51,17 +52,14 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
         dims = [i for i, t in enumerate(ax.of(node)) if node in flow.cut and leaves(t) & flow.cut_atoms]
         have = (dims[0], blocks(ax.of(node)[dims[0]], atoms)) if dims else (None, ())
         if have != (verdict.layout.dim, verdict.layout.blocks):
-            raise VerifyError(
-                f"{name}: the plan cuts it {verdict.layout.to_json()}, its use asks for dim {have[0]}, {[b.to_json() for b in have[1]]}."
-            )
-        if (node in flow.sum_grad) != verdict.sum_grad:
-            raise VerifyError(
-                f"{name}: its gradient {'must' if node in flow.sum_grad else 'must not'} be summed over ranks; the plan says otherwise."
-            )
-        if (node in flow.once) != verdict.once:
-            raise VerifyError(
-                f"{name}: it {'counts' if node in flow.once else 'does not count'} on one rank only; the plan says otherwise."
-            )
+            asked = Layout(*have).to_json()
+            raise VerifyError(f"{name}: the plan cuts it as {verdict.layout.to_json()}, its use asks for {asked}.")
+        for held, said, what in (
+            (node in flow.sum_grad, verdict.sum_grad, "have its gradient summed over ranks"),
+            (node in flow.once, verdict.once, "count on one rank only"),
+        ):
+            if held != said:
+                raise VerifyError(f"{name}: it must {'' if held else 'not '}{what}; the plan says otherwise.")
     return Reproduced(Choice(chosen, flow, deal))
 
 

@@ -33,6 +33,10 @@ class Training:
     def __getitem__(self, path: str) -> dict[Any, Any]:
         return self.differences[path] or {}
 
+    def get(self, path: str) -> dict[Any, Any]:
+        """The constants of a module that differ; none where its ops differ."""
+        return self.differences.get(path) or {}
+
     @property
     def differences(self) -> dict[str, dict[Any, Any] | None]:
         """Module path -> the constants that differ; None where the ops differ."""

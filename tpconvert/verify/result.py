@@ -73,7 +73,8 @@ class Result:
         bad = self.worst(1)[0]
         failing = sum(not c.equal for c in self.checks)
         where = f" Values first part in {self.parted}." if self.parted else ""
-        return f"Not equal: {failing} of {len(self.checks)} checks ({said}); worst {bad.kind} {bad.name}, error {bad.error:.1e}, bound {bad.bound:.0e}.{where}"
+        found = f"worst {bad.kind} {bad.name}, error {bad.error:.1e}, bound {bad.bound:.0e}"
+        return f"Not equal: {failing} of {len(self.checks)} checks ({said}); {found}.{where}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data."""
