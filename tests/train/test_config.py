@@ -100,3 +100,8 @@ def test_a_global_batch_that_does_not_divide_is_an_error_with_the_numbers():
         ConfigError, match=r"global_batch_size 10 is not a multiple of micro_batch_size 2 x dp 4 = 8\. Use 8 or 16\."
     ):
         accumulation(Training(micro_batch_size=2, global_batch_size=10), dp=4)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda p: p.name)
+def test_the_examples_are_configurations(path: Path):
+    assert load_config(path).training.steps > 0

@@ -1,6 +1,9 @@
 """Real transformers classes: how they are called, what their loss is, and that a merge is theirs again."""
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +20,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.parallel.same import plan_of
+from tests.parallel.same import columns, plan_of, rows
 from tests.train.tiny import make_text
 from tpconvert.checkpoint import merge, shard
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import make_mesh
 from tpconvert.source import open_source
+from tpconvert.spec.plan import Boundary, Plan
 from tpconvert.train.config import Config, make_config
 from tpconvert.train.data import Batches, Position, make_sequences
 from tpconvert.train.loop import train
@@ -51,13 +55,27 @@ def save_tokenizer(folder: Path, masked: bool) -> None:
     PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(folder)
 
 
-def make_folder(tmp_path: Path, masked: bool) -> Path:
+def mlp_plan(module: torch.nn.Module, tp: int, source: dict) -> Plan:
+    """The MLPs of a Llama are cut, all else is whole."""
+    if tp == 1:
+        return plan_of(module, 1, {}, source=source)
+    cut, boundaries = {}, []
+    for i in range(SIZES["num_hidden_layers"]):
+        mlp, size = f"model.layers.{i}.mlp", SIZES["intermediate_size"]
+        cut |= {f"{mlp}.gate_proj.weight": rows(size), f"{mlp}.up_proj.weight": rows(size)}
+        cut[f"{mlp}.down_proj.weight"] = columns(size)
+        boundaries.append(Boundary("copy", mlp, "input", ("args.0",)))
+        boundaries.append(Boundary("reduce", f"{mlp}.down_proj", "output", ("",)))
+    return plan_of(module, tp, cut, boundaries=tuple(boundaries), source=source)
+
+
+def make_folder(tmp_path: Path, masked: bool, tp: int = 1) -> Path:
     torch.manual_seed(0)
     model = BertForMaskedLM(BertConfig(**SIZES)) if masked else LlamaForCausalLM(LlamaConfig(**SIZES))
     model.save_pretrained(tmp_path / "source")
     save_tokenizer(tmp_path / "source", masked)
     source = open_source(str(tmp_path / "source"))
-    plan, kept = plan_of(source.module, 1, {}, source=source.description), source.module.state_dict()
+    plan, kept = mlp_plan(source.module, tp, source.description), source.module.state_dict()
     verdicts = tuple(replace(v, persistent=v.name in kept) for v in plan.verdicts)
     shard(source.weights(), replace(plan, verdicts=verdicts), tmp_path / "model")
     return tmp_path / "model"
@@ -134,3 +152,24 @@ def test_the_limits_of_the_model_are_read_from_its_configuration(tmp_path: Path)
     folder, config = make_folder(tmp_path, masked=False), settings(tmp_path, "causal", tokenizer="bytes")
     with pytest.raises(ConfigError, match="The tokens go up to 256, but the model has 64 words"):
         train(folder, config, make_mesh(1), output=tmp_path / "run")
+
+
+def test_a_loop_of_ones_own_trains_and_saves_by_five_changed_lines(tmp_path: Path):
+    root = Path(__file__).parents[2]
+    script = root / "examples" / "own_loop.py"
+    assert [f"# {i}:" in script.read_text() for i in range(1, 7)] == [True] * 5 + [False]
+    folder, out = make_folder(tmp_path, masked=False, tp=2), tmp_path / "trained-tp2"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "--local-ranks-filter", "0", str(script), str(folder), str(make_text(tmp_path / "text.txt")), str(out)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)},
+        text=True, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step")]
+    losses = [float(line.split()[3]) for line in lines]
+    assert len(losses) == 20 and losses[-1] < 0.99 * losses[0]
+    merge(out, tmp_path / "trained")
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "source").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
+    assert all(not torch.equal(after[name], before[name]) for name in before if name.endswith("_proj.weight"))

@@ -12,6 +12,7 @@ import yaml
 from click.testing import CliRunner
 
 from tests.train.tiny import make_folder, make_text
+from tpconvert.checkpoint import check_folder
 from tpconvert.train import state
 from tpconvert.train.__main__ import command
 
@@ -45,11 +46,12 @@ def launched(ranks: int, *arguments: object) -> tuple[int, str, str]:
 
 def test_a_run_prints_its_configuration_and_its_steps_and_leaves_a_checkpoint(tmp_path: Path):
     folder, file = make_folder(tmp_path / "model", 2), config_file(tmp_path)
-    code, out, error = launched(2, folder, "--config", file, "training.steps=3", "--output", tmp_path / "run")
+    code, out, error = launched(2, folder, "--config", file, "training.steps=3")
     assert (code, error) == (0, "")
     assert "  steps: 3\n" in out and "  warmup_steps: 0\n" in out
     assert out.count("step 1/3  loss") == 1 and "step 3/3  loss" in out
-    assert [p.name for p in state.complete_steps(tmp_path / "run")] == ["step-3"]
+    assert [p.name for p in state.complete_steps(folder)] == ["step-3"]
+    assert check_folder(folder) == [] and (folder / "metrics.jsonl").read_text().count("\n") == 3
 
 
 @pytest.mark.parametrize(

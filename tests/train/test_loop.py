@@ -1,5 +1,6 @@
 """Training in parts is training of the whole."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -83,12 +84,29 @@ def test_buckets_of_gradients_make_no_difference(run_ranks, tmp_path: Path):
     assert big == small
 
 
-@pytest.mark.parametrize("parallelism", [{"activation_checkpointing": "full"}])
-def test_activation_checkpointing_changes_nothing(run_ranks, tmp_path: Path, parallelism: dict):
+def run_quietly(mesh, folder: Path, config: Config, output: Path) -> list[float]:
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler imports what torch itself has deprecated
+        return train(folder, config, mesh, output=output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
+def test_compiled_layers_change_nothing(run_ranks, tmp_path: Path, activation_checkpointing: str):
+    config = settings(tmp_path, steps=4)
+    folder = make_folder(tmp_path / "model", 2)
+    plain = run_ranks(run, 2, folder, config, tmp_path / "a")
+    parallelism = {"compile": True, "activation_checkpointing": activation_checkpointing}
+    other = run_ranks(run_quietly, 2, folder, changed(config, parallelism=parallelism), tmp_path / "b", timeout=250)
+    assert worst(plain[0], other[0]) < 1e-9
+
+
+def test_activation_checkpointing_changes_nothing(run_ranks, tmp_path: Path):
     config = settings(tmp_path, steps=4)
     folder = make_folder(tmp_path / "model", 2, "lm_dropout")
     plain = run_ranks(run, 2, folder, config, tmp_path / "a")
-    other = run_ranks(run, 2, folder, changed(config, parallelism=parallelism), tmp_path / "b")
+    other = run_ranks(run, 2, folder, changed(config, parallelism={"activation_checkpointing": "full"}), tmp_path / "b")
     assert worst(plain[0], other[0]) < 1e-11
 
 
