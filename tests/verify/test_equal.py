@@ -1,0 +1,40 @@
+"""Every test model, planned and converted, is proved equal on gloo ranks."""
+
+import pytest
+
+from tests.hf_models import CASES
+from tests.models import MODELS
+from tests.verify.frame import planned, proved
+
+UNCUT = {("uncuttable", 2), ("topk_moe", 2), ("topk_moe", 4), ("topk_moe_idle", 2), ("bart", 2), ("bart", 4)}
+UNCUT |= {("qwen3_moe_loop", 3)}
+"""Models and degrees at which everything may stay whole.  All others are cut, or equality would prove nothing."""
+
+FOUR = [
+    "mlp_odd", "attention_odd", "gqa_few", "mqa", "fused_per_group", "latent_attention", "alibi_computed",
+    "nanogpt_literal", "vocab_odd", "tied_padding", "conv_mixer", "topk_moe", "mha_length_first", "translator",
+    "llama_few", "llama_odd", "llama_tied_bias", "qwen3", "phi3", "gpt2", "gpt_neox", "bloom_eight",
+    "falcon_single_alibi_parallel", "falcon_grouped_rotary_parallel", "mixtral_loop", "gpt_oss_loop",
+    "deepseek_v3_loop", "t5", "bart", "whisper",
+]  # fmt: skip
+"""With four ranks: key heads shared, uneven heads and vocabularies, rewritten forwards, experts, ties."""
+
+THREE = [
+    "mlp_odd", "gated_mlp", "fused_gated_mlp_odd", "attention_odd", "gqa_interleave", "gqa_expand", "mqa",
+    "relative_bias", "nanogpt", "vocab_odd", "two_heads", "stacked_moe", "translator",
+    "llama_three", "llama_odd", "qwen2", "olmo2", "gpt2_eager", "bloom", "opt_projected", "t5_gated", "bert_masked_lm",
+    "qwen3_moe_loop", "albert",
+]  # fmt: skip
+"""With three ranks: what two and four divide, three does not."""
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [*((n, 2) for n in (*MODELS, *CASES)), *((n, 4) for n in FOUR), *((n, 3) for n in THREE)],
+)
+def test_a_converted_model_is_equal(run_ranks, name, tp):
+    plan = planned(name, tp)
+    assert any(v.layout.cut for v in plan.verdicts) or (name, tp) in UNCUT
+    result = run_ranks(proved, tp, name, plan.dumps(), timeout=120)[0]
+    assert result.equal, result.verdict()
+    assert {c.kind for c in result.checks} >= {"output", "loss", "gradient", "after 2 steps"}
