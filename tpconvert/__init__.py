@@ -8,7 +8,9 @@ The public names below are imported when they are first used, so that ``import t
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -17,7 +19,7 @@ _HOMES = {
     "clip_grad_norm_": "tpconvert.parallel.clip",
     "cross_entropy": "tpconvert.parallel.loss",
     "inspect": "tpconvert.checkpoint",
-    "load": "tpconvert.load",
+    "load": "tpconvert.loading",
     "make_mesh": "tpconvert.parallel.mesh",
     "make_plan": "tpconvert.planning",
     "merge": "tpconvert.checkpoint",
@@ -31,7 +33,7 @@ _HOMES = {
     "verify": "tpconvert.verify",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
@@ -42,3 +44,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Package(ModuleType):
+    """Keeps ``tpconvert.verify`` the function: importing a package of that name would put the package in its place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

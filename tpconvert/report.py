@@ -31,6 +31,8 @@ class TensorRow:
     role: str = ""
     reason: str = ""
     kind: str = "parameter"
+    tied: str = ""
+    """The first name of the same tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +155,13 @@ def folder_text(manifest: Manifest, rows: Iterable[TensorRow], *, where: str) ->
 def _tensor_rows(plan: Plan, fold: bool) -> tuple[TensorRow, ...]:
     items = []
     for v in plan.verdicts:
-        reason = f"the same tensor as {v.tied_to}" if v.tied_to else v.reason
-        reason = reason if not fold else _fold(reason)
-        items.append((v.name, (tuple(v.shape), v.layout, v.pattern, v.role, reason, v.kind)))
+        reason, tied = f"the same tensor as {v.tied_to}" if v.tied_to else v.reason, v.tied_to
+        if fold:
+            reason, tied = _fold(reason), _fold(tied)
+        items.append((v.name, (tuple(v.shape), v.layout, v.pattern, v.role, reason, v.kind, tied)))
     return tuple(
-        TensorRow(name, count, shape, _locals(layout, shape, plan.tp), layout.dim, pattern, role, reason, kind)
-        for name, count, (shape, layout, pattern, role, reason, kind) in _groups(items, fold)
+        TensorRow(name, count, shape, _locals(layout, shape, plan.tp), layout.dim, *rest)
+        for name, count, (shape, layout, *rest) in _groups(items, fold)
     )
 
 
@@ -301,6 +304,8 @@ def _itemsize(dtype: str) -> int:
 
 def _cut_cells(row: TensorRow) -> tuple[str, ...]:
     found = f"{row.pattern}: {row.role}" if row.pattern and row.role else row.pattern or row.role
+    if row.tied:
+        found = f"the same tensor as {row.tied}"
     return row.name, f"x{row.count}", _shape(row.shape), _dim(row), _shapes(row.local), found
 
 
