@@ -1,5 +1,8 @@
 """Dropout: the same numbers on every rank where values are whole, different ones where they are cut."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.same import columns, plan_of, rows
-from tpconvert.parallel import parallelize
+from tpconvert.parallel import dry_mesh, parallelize
 from tpconvert.parallel.random import seed_ranks
-from tpconvert.spec.plan import Boundary, Plan, Switch
+from tpconvert.spec.plan import Boundary, Plan, Rewrite, Switch
 
 
 class Dropping(nn.Module):
@@ -116,3 +119,87 @@ def fails_inside(mesh, hidden):
 def test_a_forward_that_fails_in_a_cut_region_does_not_part_the_ranks(run_ranks):
     first, second = run_ranks(fails_inside, 2, 7)
     assert torch.equal(first, second)
+
+
+def compiles(mesh):
+    model = Stack(8, False).double()
+    parallelize(model, plan(model, mesh.degree, 8), mesh)
+    seed_ranks(5, mesh)
+    out = torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(8, 4, dtype=torch.float64))
+    return out.detach(), torch.get_rng_state()
+
+
+def test_a_compiled_model_keeps_the_ranks_together(run_ranks):
+    (out, state), (other, other_state) = run_ranks(compiles, 2, timeout=120)
+    torch.testing.assert_close(out, other, rtol=1e-12, atol=0)
+    assert torch.equal(state, other_state)
+
+
+def test_switches_survive_copying_and_pickling_and_rest_on_a_dry_mesh():
+    model = Stack(8, False)
+    parallelize(model, plan(model, 2, 8), dry_mesh(1, 2, device="cpu"))
+    model = copy.deepcopy(pickle.loads(pickle.dumps(model)))
+    torch.manual_seed(0)
+    model(torch.ones(8, 4))
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    for _ in range(2):
+        F.dropout(torch.ones(8, 4))
+        F.dropout(torch.ones(8, 4))
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+class OneDraw(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def rewritten(mesh):
+    draw = {"name": "d", "op": "draw", "cut": True}
+    numbers = {"name": "n", "op": "call", "target": "torch.rand_like", "args": [{"$": "args.0"}]}
+    back = {"name": "w", "op": "draw", "cut": False}
+    rewrite = Rewrite("", "", {"args.0": "tensor"}, (draw, numbers, back), {"$": "n"})
+    module = OneDraw()
+    parallelize(module, plan_of(module, mesh.degree, {}, rewrites=(rewrite,)), mesh)
+    seed_ranks(5, mesh)
+    return module(torch.ones(mesh.rank + 3)), torch.rand(2)
+
+
+def test_a_rewritten_forward_may_switch_too(run_ranks):
+    (cut, whole), (other_cut, other_whole) = run_ranks(rewritten, 2)
+    assert torch.equal(whole, other_whole) and not torch.equal(cut, other_cut[:3])
+
+
+class Nest(nn.Module):
+    """Draws before and after its child."""
+
+    def __init__(self, child=None):
+        super().__init__()
+        self.child = child
+
+    def forward(self, x):
+        before = torch.rand(2)
+        inner = [] if self.child is None else self.child(x)
+        return [before, *inner, torch.rand(2)]
+
+
+def nested(mesh):
+    torch.manual_seed(5)
+    model = Nest(Nest(Nest(Nest())))
+    around = [
+        Switch("child", "input", True),
+        Switch("child", "output", False),
+        Switch("child.child", "input", True),
+        Switch("child.child", "output", False),
+        Switch("child.child.child", "input", False),
+        Switch("child.child.child", "output", True),
+    ]
+    parallelize(model, plan_of(model, mesh.degree, {}, switches=tuple(around)), mesh)
+    return model(torch.ones(1))
+
+
+def test_modules_with_switches_may_lie_within_each_other(run_ranks):
+    mine, other = run_ranks(nested, 2)
+    alike = [torch.equal(a, b) for a, b in zip(mine, other, strict=True)]
+    assert alike == [True, False, False, True, True, False, False, True]
+    assert len({tuple(x.tolist()) for x in mine}) == len(mine)

@@ -27,36 +27,39 @@ if TYPE_CHECKING:
     from tpconvert.parallel.mesh import Mesh
 
 SEEDS = 2**32
-"""The CPU's generator looks at this many seeds only."""
+"""The CPU's generator looks at this many seeds only; what a seed has above them is free to mark a cut stream."""
+CUT = 0x74706375
+"""The mark.  Being in the generator's own state, it is saved and restored with it."""
 APART = 0x9E3779B1
 """Between the seeds of two neighbours; odd, so no two ranks share a seed."""
 
 
 @dataclass(eq=False)
 class Streams:
-    """The whole stream, while the default generator draws cut numbers."""
+    """Which stream the default generator draws from, and the whole one while it draws cut numbers."""
 
     whole: dict[torch.device, Tensor] = field(default_factory=dict)
-    running: bool = False
-    """Whether a forward began and has not ended."""
+    outer: list[bool] = field(default_factory=list)
+    """Whether numbers were cut around each module that is running."""
 
-    def draw_cut(self, rank: int, device: torch.device) -> None:
-        """From now on this rank draws numbers of its own."""
-        if torch.compiler.is_compiling():
-            return
-        seed = int(torch.randint(SEEDS, (), dtype=torch.int64, device="cpu"))  # from the CPU: no wait for a GPU
-        devices = {torch.device("cpu"), device}
-        self.whole = {d: generator(d).get_state() for d in devices}
-        for d in devices:
-            generator(d).manual_seed((seed + rank * APART) % SEEDS)
+    @property
+    def cut(self) -> bool:
+        """Whether numbers are drawn cut now."""
+        return torch.default_generator.initial_seed() // SEEDS == CUT
 
-    def draw_whole(self) -> None:
-        """From now on all ranks draw the same numbers."""
-        if torch.compiler.is_compiling():
+    def draw(self, cut: bool, rank: int, device: torch.device) -> None:
+        """From now on draw cut numbers, or whole ones."""
+        if cut == self.cut:
             return
-        for device, state in self.whole.items():
-            generator(device).set_state(state)
-        self.whole = {}
+        if cut:
+            seed = int(torch.randint(SEEDS, (), dtype=torch.int64, device="cpu"))  # from the CPU: no wait for a GPU
+            self.whole = {d: generator(d).get_state() for d in {torch.device("cpu"), device}}
+            for d in self.whole:
+                generator(d).manual_seed(CUT * SEEDS + (seed + rank * APART) % SEEDS)
+        else:
+            for d, state in self.whole.items():
+                generator(d).set_state(state)
+            self.whole = {}
 
 
 def generator(device: torch.device) -> torch.Generator:
@@ -65,6 +68,12 @@ def generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     module = torch.get_device_module(device)
     return module.default_generators[module.current_device() if device.index is None else device.index]
+
+
+def turn(mesh: Mesh, cut: bool) -> None:
+    """Draw cut numbers, or whole ones, from now on."""
+    if mesh.degree > 1 and not mesh.dry and not torch.compiler.is_compiling():
+        mesh.streams.draw(cut, mesh.rank, mesh.device)
 
 
 @dataclass(frozen=True)
@@ -81,50 +90,56 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Within:
+    """Hooks of a module that draws cut, or whole, from its input to its output, and then as around it."""
+
+    mesh: Mesh
+    cut: bool
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Change streams and remember the one around."""
+        if module.training and not torch.compiler.is_compiling():
+            self.mesh.streams.outer.append(self.mesh.streams.cut)
+            turn(self.mesh, self.cut)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Return to the stream around."""
+        if module.training and not torch.compiler.is_compiling() and self.mesh.streams.outer:
+            turn(self.mesh, self.mesh.streams.outer.pop())
+
+
+@dataclass(frozen=True)
 class Frame:
-    """Hooks of the root: a forward begins and ends whole."""
+    """Hooks of the root: a forward begins and ends whole, also after one that failed in a cut region."""
 
     mesh: Mesh
 
-    def begin(self, module: nn.Module, args: Any) -> None:
-        """Return to the whole stream where the last forward failed in a cut region.
-
-        A recomputation may have stopped within one too; then the generator is whole again already.
-        """
-        streams = self.mesh.streams
-        if streams.running:
-            streams.draw_whole()
-        streams.running, streams.whole = True, {}
-
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, *_: Any) -> None:
         """Return to the whole stream."""
-        self.mesh.streams.draw_whole()
-        self.mesh.streams.running = False
-
-
-def turn(mesh: Mesh, cut: bool) -> None:
-    """Draw cut numbers, or whole ones, from now on."""
-    if mesh.degree == 1 or mesh.dry:
-        return
-    if cut:
-        mesh.streams.draw_cut(mesh.rank, mesh.device)
-    else:
-        mesh.streams.draw_whole()
+        if not torch.compiler.is_compiling():
+            self.mesh.streams.outer.clear()
+            turn(self.mesh, False)
 
 
 def add_switches(root: nn.Module, switches: Iterable[Switch], mesh: Mesh) -> None:
     """Hook each switch to its module: first of the input hooks, last of the output hooks."""
-    switches = tuple(switches)
+    of_module: dict[str, dict[str, bool]] = {}
     for switch in switches:
-        module, hook = root.get_submodule(switch.module), Turn(mesh, switch.cut)
-        if switch.side == "input":
-            module.register_forward_pre_hook(hook, prepend=True)
-        else:
-            module.register_forward_hook(hook)
-    if switches:
-        frame = Frame(mesh)
-        root.register_forward_pre_hook(frame.begin, prepend=True)
-        root.register_forward_hook(frame.end)
+        of_module.setdefault(switch.module, {})[switch.side] = switch.cut
+    for path, sides in of_module.items():
+        module = root.get_submodule(path)
+        if sides in ({"input": True, "output": False}, {"input": False, "output": True}):
+            within = Within(mesh, sides["input"])
+            module.register_forward_pre_hook(within.enter, prepend=True)
+            module.register_forward_hook(within.leave)
+            continue
+        if "input" in sides:
+            module.register_forward_pre_hook(Turn(mesh, sides["input"]), prepend=True)
+        if "output" in sides:
+            module.register_forward_hook(Turn(mesh, sides["output"]))
+    if of_module:
+        root.register_forward_pre_hook(Frame(mesh), prepend=True)
+        root.register_forward_hook(Frame(mesh))
 
 
 def seed_ranks(seed: int, mesh: Mesh) -> None:

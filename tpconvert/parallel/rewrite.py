@@ -47,7 +47,24 @@ from tpconvert.spec.layout import Block, local_size
 from tpconvert.spec.plan import Rewrite
 
 MAKERS = frozenset(
-    "arange empty empty_like eye full full_like linspace ones ones_like rand randn tensor zeros zeros_like".split()  # noqa: SIM905
+    [
+        "arange",
+        "empty",
+        "empty_like",
+        "eye",
+        "full",
+        "full_like",
+        "linspace",
+        "ones",
+        "ones_like",
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "tensor",
+        "zeros",
+        "zeros_like",
+    ]
 )
 """Functions of ``torch`` that make tensors out of numbers."""
 

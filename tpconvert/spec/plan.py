@@ -113,6 +113,8 @@ class Switch:
     """A point of the forward from which random numbers are drawn cut, or whole again.
 
     Cut: each rank its own, as dropout of a cut value needs.  Whole: the same on all ranks.  A forward begins whole.
+    A module with opposite switches at its input and its output draws as the first says and then as around it, so
+    modules with switches may lie within each other; other switches hold until the next.
     """
 
     module: str
