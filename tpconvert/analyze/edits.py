@@ -9,12 +9,12 @@ Calls whose equations cannot be met are returned, to be rewritten from their gra
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
-from tpconvert.analyze.axes import Axes
 from tpconvert.analyze.capture import Call
 from tpconvert.analyze.dealing import Deal
 from tpconvert.analyze.emulate import is_local
@@ -23,6 +23,10 @@ from tpconvert.analyze.provenance import Attribute, Expression, Int, attributes,
 from tpconvert.analyze.terms import P, Term, V, blocks, leaves
 from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Edit
+
+
+DEPTH = 3
+"""How many attributes of one forward are edited together at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class _Solver:
         self.ranks = sorted({0, deal.tp - 1})
         self.paths = _paths(self.ax.trace.module)
         self.values: dict[Place, Value] = {}
+        self.atoms: dict[Call, list[Term]] = {}
         self.equations = [e for e in self._equations() if e.call.module not in rewritten]
         self.fixed = self._fixed()
         self.by_place: dict[Place, list[Equation]] = defaultdict(list)
@@ -95,20 +100,36 @@ class _Solver:
         edits = [self.edit(p, v) for p, v in self.values.items() if any(e.call not in unmet for e in self.by_place[p])]
         return edits, set(unmet), unmet
 
-    def repair(self, e: Equation) -> bool:
-        """Edit one attribute so that ``e``, and every other equation it is in, is met."""
+    def repair(self, e: Equation, depth: int = DEPTH) -> bool:
+        """Edit a few attributes so that ``e``, and every other equation they are in, is met."""
+        for place, value in self.candidates(e):
+            self.values[place] = value
+            if self.integral(value) and self.met(e):
+                unmet = next((o for p in self.values for o in self.by_place[p] if not self.met(o)), None)
+                if unmet is None or (depth > 1 and self.repair(unmet, depth - 1)):
+                    return True
+            del self.values[place]
+        return False
+
+    def candidates(self, e: Equation) -> Iterator[tuple[Place, Value]]:
+        """Attributes of the equation that might be edited, each to count any of the axes cut in its forward."""
+        terms = [e.term, *self.cut_in(e.call)]
         for a in sorted(attributes(e.expression), key=lambda a: a.name):
             place = self.place(a, e.call)
             if place is None or place in self.values or a in self.fixed:
                 continue
             whole = self.whole(a)
-            if whole * e.term.n % max(e.term.n, 1) or (whole % e.term.n and e.term.n % whole):
-                continue
-            self.values[place] = Value(whole, e.term)
-            if self.integral(self.values[place]) and self.met(e):
-                return True
-            del self.values[place]
-        return False
+            for term in terms:
+                if leaves(term) & self.flow.cut_atoms and (whole % term.n == 0 or term.n % whole == 0):
+                    yield place, Value(whole, term)
+
+    def cut_in(self, call: Call) -> list[Term]:
+        """The cut atoms that the sites of a call's own ops are made of, and the products of nested ones."""
+        if call not in self.atoms:
+            found = {a for e in self.equations if e.call is call for a in leaves(e.term) & self.flow.cut_atoms}
+            nested = [P(self.nested[a], a) for a in found if self.nested.get(a) in found]
+            self.atoms[call] = [*sorted(found, key=lambda a: -a.n), *nested]
+        return self.atoms[call]
 
     def integral(self, value: Value) -> bool:
         return all(value.whole * self.deal.size(value.term, r) % value.term.n == 0 for r in range(self.deal.tp))
@@ -148,13 +169,16 @@ class _Solver:
         return int(value if a.item is None else value[a.item])
 
     def _equations(self) -> list[Equation]:
+        """One for each site; where nothing is cut, the integer must stay what it is."""
         out = []
         for node, sites in self.ax.sites.items():
-            if not is_local(self.flow, node):
-                continue
+            local = is_local(self.flow, node)
             for site in sites:
-                if leaves(site.term) & self.flow.cut_atoms and isinstance(value := at(node, site.path), int):
-                    out.append(Equation(node, node.meta["call"], expression(value), site.term, site.sign))
+                value = at(node, site.path)
+                cut = local and bool(leaves(site.term) & self.flow.cut_atoms)
+                if isinstance(value, int) and (cut or isinstance(value, Int)) and node.meta["call"] is not None:
+                    term = site.term if cut else V(abs(int(value)))
+                    out.append(Equation(node, node.meta["call"], expression(value), term, site.sign))
         return out
 
     def _fixed(self) -> set[Attribute]:
@@ -226,7 +250,3 @@ def _spell(expr: Expression) -> str:
     signs = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
     return f"{_spell(expr[1])} {signs[expr[0].__name__]} {_spell(expr[2])}"
 
-
-def unedited(ax: Axes) -> bool:
-    """Whether the trace has no size at all that remembers an attribute (a capture without memory)."""
-    return not any(integers((n.args, n.kwargs)) for n in ax.trace.nodes)
