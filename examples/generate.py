@@ -14,7 +14,8 @@ def main(folder: str, prompt: str = "And God said, Let ") -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt")
     with torch.no_grad():
-        output = model.generate(**inputs, max_new_tokens=120, do_sample=False)
+        torch.manual_seed(0)
+        output = model.generate(**inputs, max_new_tokens=120, do_sample=True, temperature=0.6)
     print(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
