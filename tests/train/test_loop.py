@@ -8,11 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.train.tiny import make_folder, make_text, train_plainly
-from tpconvert.checkpoint import merge
+from tpconvert.checkpoint import merge, read_plan
 from tpconvert.errors import ConfigError, TrainError
+from tpconvert.train import state
 from tpconvert.train.config import Config, make_config
-from tpconvert.train.loop import train
-from tpconvert.train.model import open_module
+from tpconvert.train.loop import seed_micro_batch, train
+from tpconvert.train.model import build, open_module
+from tpconvert.train.ranks import sum_gradients
 
 PLACES = [(2, 1), (1, 2), (2, 2)]
 
@@ -112,9 +114,24 @@ def test_activation_checkpointing_changes_nothing(run_ranks, tmp_path: Path):
 
 def test_logits_that_are_worked_on_after_the_head_are_gathered(run_ranks, tmp_path: Path):
     config = changed(settings(tmp_path, steps=5), training={"micro_batch_size": 4})
-    folder = make_folder(tmp_path / "model", 2, "lm_scaled")
+    folder = make_folder(tmp_path / "model", 2, "lm_unit")
     ours = run_ranks(run, 2, folder, config, tmp_path / "run")
-    assert worst(ours[0], train_plainly(config, "lm_scaled")[1]) < 1e-9
+    assert worst(ours[0], train_plainly(config, "lm_unit")[1]) < 1e-9
+
+
+def cut_words(mesh, folder: Path, config: Config) -> list[int]:
+    plan = read_plan(folder)
+    tensors = state.load_tensors(folder, mesh, torch.float32, masters=False)
+    _, _, cut = build(lambda: open_module(folder, plan), plan, mesh, tensors, torch.float32)
+    return [block.count for block in cut]
+
+
+@pytest.mark.parametrize(("function", "cut"), [("lm", [259]), ("lm_unit", [])])
+def test_logits_stay_cut_exactly_where_they_are_the_last_thing(
+    run_ranks, tmp_path: Path, function: str, cut: list[int]
+):
+    folder = make_folder(tmp_path / "model", 2, function)
+    assert run_ranks(cut_words, 2, folder, settings(tmp_path)) == [cut, cut]
 
 
 def test_bf16_follows_the_curve_of_fp64(run_ranks, tmp_path: Path):
@@ -145,9 +162,34 @@ def test_a_model_that_is_not_for_text_says_so(tmp_path: Path):
         make_call(source)
 
 
-def test_the_module_is_built_from_what_the_folder_says_without_tracing(tmp_path: Path):
-    from tpconvert.checkpoint import read_plan
+def draw(mesh) -> list[float]:
+    drawn = []
+    for step, number in ((1, 0), (1, 1), (2, 0)):
+        seed_micro_batch(mesh, 0, step, number)
+        drawn.append(torch.rand(()).item())
+    return drawn
 
+
+def test_random_numbers_differ_by_step_micro_batch_and_dp_rank_and_agree_over_tp(run_ranks):
+    drawn = run_ranks(draw, 2, dp=2)
+    assert drawn[0] == drawn[1] and drawn[2] == drawn[3]
+    assert len({*drawn[0], *drawn[2]}) == 6
+
+
+def sum_uneven(mesh) -> list[float | None]:
+    module = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(2)) for name in ("every", "some", "none")})
+    module["every"].grad = torch.ones(2)
+    if mesh.dp_rank == 1:
+        module["some"].grad = torch.ones(2)
+    sum_gradients(module, mesh, 1 << 20)
+    return [None if p.grad is None else p.grad.sum().item() for p in module.values()]
+
+
+def test_a_gradient_that_only_some_dp_ranks_have_is_summed_and_one_that_none_has_stays_none(run_ranks):
+    assert run_ranks(sum_uneven, 1, dp=2) == [[4.0, 2.0, None]] * 2
+
+
+def test_the_module_is_built_from_what_the_folder_says_without_tracing(tmp_path: Path):
     folder = make_folder(tmp_path / "model", 2)
     source = open_module(folder, read_plan(folder))
     assert all(p.is_meta for p in source.module.parameters())

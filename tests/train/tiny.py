@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,24 +43,24 @@ class Layer(nn.Module):
 
 
 class Lm(nn.Module):
-    def __init__(self, dropout: float = 0.0, scale: float = 1.0) -> None:
+    def __init__(self, dropout: float = 0.0, unit: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList([Layer(dropout), Layer(dropout)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.unused = nn.Linear(2, 2)
-        self.scale = scale
+        self.unit = unit
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
-        return logits if self.scale == 1.0 else self.scale * logits
+        return 9 * logits / logits.norm(dim=-1, keepdim=True) if self.unit else logits
 
 
-def _built(dtype: torch.dtype = torch.float32, **settings: float) -> tuple[nn.Module, dict[str, Tensor]]:
+def _built(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     from tests.models import perturb
 
     torch.manual_seed(1)
@@ -101,9 +102,9 @@ def lm_killed():
     return Failing("killed"), {"ids": torch.arange(14).view(2, 7)}
 
 
-def lm_scaled():
+def lm_unit():
     """Logits that are still worked on after the head, so that a loss of cut logits would be of the wrong ones."""
-    return _built(scale=0.5)
+    return _built(unit=True)
 
 
 def plan_by_hand(module: nn.Module, tp: int, name: str):
