@@ -176,17 +176,17 @@ def test_random_numbers_differ_by_step_micro_batch_and_dp_rank_and_agree_over_tp
     assert len({*drawn[0], *drawn[2]}) == 6
 
 
-def sum_uneven(mesh) -> list[float | None]:
+def sum_uneven(mesh) -> dict[str, float | None]:
     module = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(2)) for name in ("every", "some", "none")})
     module["every"].grad = torch.ones(2)
     if mesh.dp_rank == 1:
         module["some"].grad = torch.ones(2)
     sum_gradients(module, mesh, 1 << 20)
-    return [None if p.grad is None else p.grad.sum().item() for p in module.values()]
+    return {n: None if p.grad is None else p.grad.sum().item() for n, p in module.items()}
 
 
 def test_a_gradient_that_only_some_dp_ranks_have_is_summed_and_one_that_none_has_stays_none(run_ranks):
-    assert run_ranks(sum_uneven, 1, dp=2) == [[4.0, 2.0, None]] * 2
+    assert run_ranks(sum_uneven, 1, dp=2) == [{"every": 4.0, "some": 2.0, "none": None}] * 2
 
 
 def test_the_module_is_built_from_what_the_folder_says_without_tracing(tmp_path: Path):
