@@ -53,6 +53,8 @@ class Rule:
     """Operands it is linear in together: sums and concatenations."""
     added: str = ""
     """The operand that is added to its contraction: a bias."""
+    unless: frozenset[str] = frozenset()
+    """Arguments that must be zero, None or left out for it to be linear."""
     origin: str = ""
 
 
@@ -70,7 +72,13 @@ class Axes:
         """Dims of which each rank must hold a multiple of some number."""
         self.lookups: set[fx.Node] = set()
         """Contractions done by looking rows up."""
+        self.means: dict[fx.Node, list[Term]] = {}
+        """Contractions that divide by the number of entries, and the dims they run over."""
         self.factories: set[fx.Node] = set()
+        self.constants: set[fx.Node] = set()
+        """Values every rank can compute whole."""
+        self.written: dict[fx.Node, Dims] = {}
+        """The dims of what ``x[...] = value`` writes to."""
         self.splits: dict[fx.Node, int] = {}
         """Ops that deal one dim to several results, and that dim."""
         self.bound: dict[fx.Node, dict[str, Any]] = {}
@@ -145,6 +153,19 @@ class Axes:
             self.dims[node] = self.dims[node.args[0]]  # type: ignore[index]
         else:
             self.dims[node] = self._apply(node, op)
+        if self._is_constant(node):
+            self.constants.add(node)
+            if not is_many(self.dims[node]):
+                self.dims[node] = [V(t.n) if find(t).kind == "S" else t for t in self.dims[node]]
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        """Whether a value depends on no parameter and no floating input: every rank can compute all of it.
+
+        How such a value was put together binds nobody: slopes joined from 8 and 4 heads may be cut 6 and 6.
+        """
+        if node.op != "call_function":
+            return node.meta["op"] != "parameter" and not node.meta["val"].is_floating_point()
+        return all(n in self.constants for n in node.all_input_nodes) and inplace_target(node) is None
 
     def _apply(self, node: fx.Node, op: str) -> Any:
         rule = self.rules.get(op) or self.rules.get(op.rstrip("_"))
@@ -200,6 +221,7 @@ class Axes:
 def bind(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
     """An op's arguments by name; torch's other spellings of a name count as that name."""
     spelling = {"self": "input", "axis": "dim", "tensor": "input", "x1": "input", "x2": "other", "mat2": "other"}
+    spelling |= {"src": "source", "value": "source", "indices": "index"}
     out: dict[str, Any] = {}
     for i, value in enumerate(node.args):
         out[names[i] if i < len(names) else f"*{i}"] = value

@@ -6,15 +6,22 @@ from typing import Any
 
 from torch import fx
 
-from tpconvert.analyze.axes import is_many, nodes_in
+from tpconvert.analyze.axes import flat, is_many, nodes_in
+from tpconvert.analyze.capture import Call
 from tpconvert.analyze.states import ConflictError, Flow, Host, Hosts, Placed, involved, is_op, rule_of
+from tpconvert.analyze.terms import half_cut, leaves
+
+JOINS = frozenset(["cat", "concat", "concatenate", "__setitem__"])
+"""Ops that put operands beside each other: a whole one stays whole, though the result be cut in other segments."""
 
 
 class Backward:
     """Finds the zones of partial gradients and closes each with a copy."""
 
-    def __init__(self, flow: Flow, hosts: Hosts) -> None:
+    def __init__(self, flow: Flow, hosts: Hosts, lazy: frozenset[Call] = frozenset()) -> None:
         self.flow, self.hosts = flow, hosts
+        self.lazy = lazy
+        """Calls in whose own forward zones are not closed at the children's inputs, but reach up to its own."""
         self.returned = set(flow.ax.trace.outputs.values())
         self.scattered = {(p.node, u) for p in flow.scatters for u in p.node.users}
         self.inside: set[fx.Node] = set()
@@ -63,6 +70,8 @@ class Backward:
 
     def close(self, node: fx.Node, partial: set[fx.Node]) -> bool:
         """Place the copy of a value all of whose consumers are in the region; False where no boundary fits."""
+        if self.is_lazy(node):
+            return False
         host = self.hosts.output(node)
         if host is not None:
             self.flow.copies.append(Placed("copy", node, host, host.call))
@@ -72,6 +81,13 @@ class Backward:
             return False
         self.place(node, covered, left)
         return True
+
+    def is_lazy(self, node: fx.Node) -> bool:
+        """Whether a zone is to reach on up from here, to the input of the forward that holds it."""
+        if node in self.flow.reduced or node in self.flow.gathered:
+            return False
+        call = node.meta["call"]
+        return any(call is not None and call.inside(c) for c in self.lazy)
 
     def place(self, node: fx.Node, covered: list[tuple[Host, set[fx.Node]]], left: set[fx.Node]) -> None:
         """Copies at module inputs, and for the consumers left, inside the forward that holds them."""
@@ -104,6 +120,11 @@ class Backward:
     def edge_is_partial(self, node: fx.Node, user: fx.Node) -> bool:
         """Whether the gradient ``user`` sends to ``node`` is a term of a sum over ranks."""
         flow = self.flow
+        if user.meta["op"] in JOINS and not (node in flow.partial and node not in flow.reduced):
+            region = flow.ax.written.get(user, ()) if node is not user.args[0] else ()
+            if any(leaves(t) & (flow.cut_atoms - flow.atoms(node)) for t in region):
+                return True
+            return user in flow.zone and (node not in flow.cut or self.half_cut(node))
         if user in flow.zone:
             return True
         if (node, user) in self.scattered and node not in flow.cut:
@@ -123,6 +144,10 @@ class Backward:
                 return False
             return node not in flow.cut
         return (user in flow.cut or user in flow.gathered) and self.missing(node, user)
+
+    def half_cut(self, node: fx.Node) -> bool:
+        """Whether some segment of a cut value is whole."""
+        return any(half_cut(t, set(self.flow.cut_atoms)) for t in flat(self.flow.ax.dims[node]))
 
     def missing(self, node: fx.Node, user: fx.Node) -> bool:
         """Whether the result is cut along an axis the operand is not."""

@@ -181,19 +181,16 @@ def _saved(ax: Axes, atom: Term) -> int:
 
 
 def _tokens(ax: Axes) -> tuple[float, set[Term]]:
-    """``(rows of the largest activation, sequence atoms)``."""
+    """``(tokens in the traced inputs, sequence atoms)``."""
     sequence: set[Term] = set()
+    rows = 1.0
     for node in ax.trace.nodes:
         if node.meta["op"] == "input":
+            whole = node.meta["val"].is_floating_point()
             dims = ax.of(node)
-            for term in dims[1:-1] if node.meta["val"].is_floating_point() else dims[1:]:
+            rows = max(rows, math.prod(t.n for t in (dims[:-1] if whole else dims)))
+            for term in dims[1:-1] if whole else dims[1:]:
                 sequence |= leaves(term)
-    rows = 1.0
-    for nodes in ax.contracted.values():
-        for node in nodes:
-            shape = node.meta.get("shape")
-            if shape and len(shape) > 1:
-                rows = max(rows, math.prod(shape[:-1]))
     return rows, sequence
 
 
@@ -219,9 +216,13 @@ def _elements(ax: Axes, node: fx.Node, sequence: set[Term]) -> float:
 
 
 def _break_even(ax: Axes) -> float:
-    """A quarter of the model's usual contraction width."""
-    widths = [a.n for a, nodes in ax.contracted.items() for _ in nodes if ax.carriers.get(a) and a.n > 1]
-    return 0.25 * math.exp(sum(map(math.log, widths)) / len(widths)) if widths else 0.0
+    """Half of the width that the model's layers usually contract: parameters worth one element sent."""
+    widths = []
+    for term, node in ax.contracts:
+        weighted = any(n.meta["op"] == "parameter" and len(n.meta["shape"]) > 1 for n in node.all_input_nodes)
+        if weighted and term.n > 1 and node not in ax.lookups:
+            widths.append(math.log(term.n))
+    return 0.5 * math.exp(sum(widths) / len(widths)) if widths else 0.0
 
 
 def _best(ax: Axes, candidates: list[Candidate]) -> list[Candidate]:

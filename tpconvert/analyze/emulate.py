@@ -19,6 +19,7 @@ from torch import fx
 from tpconvert.analyze.axes import Axes, is_many, tensors
 from tpconvert.analyze.dealing import Deal
 from tpconvert.analyze.flow import Flow, Placed
+from tpconvert.analyze.forward import root_parameter
 from tpconvert.analyze.terms import leaves
 
 
@@ -151,6 +152,9 @@ class Lockstep:
             dim = self.ax.splits[node]
             return torch.split(args[0], [self.deal.size(d[dim], rank) for d in self.ax.dims[node]], dim)
         out = node.target(*args, **kwargs)  # type: ignore[operator]
+        if node in self.flow.partial and node in self.ax.means:
+            for term in self.ax.means[node]:
+                out = out * (self.deal.size(term, rank) / term.n)
         if isinstance(node.meta["val"], torch.Tensor) and not isinstance(out, torch.Tensor):
             return args[0]  # __setitem__ returns nothing
         return out if isinstance(out, torch.Tensor) else tensors(out)
@@ -166,6 +170,8 @@ class Lockstep:
         whole = node.meta.get("value")
         if whole is None or node.meta["op"] == "parameter" or not whole.numel() or unwritten(node):
             return
+        if root_parameter(node) in self.flow.once:
+            return  # on the other ranks it is zero
         have = [v.detach() for v in self.env[node]]
         if node in self.flow.partial and node not in self.flow.reduced:
             have = [sum(have[1:], have[0])] if node not in self.flow.cut else have
@@ -289,7 +295,7 @@ def relative(value: torch.Tensor, want: torch.Tensor, whole: torch.Tensor, floor
     if not torch.equal(torch.isfinite(value), torch.isfinite(want)):
         return float("inf")
     scale = whole[torch.isfinite(whole)].abs().max().item() if torch.isfinite(whole).any() else 0.0
-    return (difference.max().item() if difference.numel() else 0.0) / max(scale, floor)
+    return (difference.max().item() if difference.numel() else 0.0) / max(scale, floor, 1e-30)
 
 
 def whole_gradients(ax: Axes, weights: list[tuple[fx.Node, torch.Tensor]]) -> dict[str, torch.Tensor]:

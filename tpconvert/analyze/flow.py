@@ -16,6 +16,7 @@ from torch import fx
 
 from tpconvert.analyze.axes import Axes
 from tpconvert.analyze.backward import Backward, slice_of
+from tpconvert.analyze.capture import Call
 from tpconvert.analyze.forward import check_once, check_sums, gather_outputs, is_zero, make_local, scatter_wholes, walk
 from tpconvert.analyze.states import ConflictError, Flow, Host, Hosts, Placed, involved
 from tpconvert.analyze.terms import Term
@@ -35,5 +36,33 @@ def trace_flow(ax: Axes, cut_atoms: Iterable[Term], inline: frozenset[fx.Node] =
         pass
     check_once(flow)
     scatter_wholes(flow, hosts)
-    Backward(flow, hosts).run()
+    _close_zones(flow, hosts)
     return flow
+
+
+def _close_zones(flow: Flow, hosts: Hosts) -> None:
+    """Find the copies; where one would stand inside a forward, try to close its zones at that module's input instead."""
+    lazy: frozenset[Call] = frozenset()
+    hopeless: frozenset[Call] = frozenset()
+    while True:
+        _clear(flow)
+        try:
+            Backward(flow, hosts, lazy - hopeless).run()
+            inline = frozenset(p.call for p in flow.copies if p.host is None and p.call is not None)
+        except ConflictError:
+            if not lazy - hopeless:
+                raise
+            inline = lazy
+        again = inline & lazy - hopeless
+        if again:
+            hopeless |= again
+        elif inline - lazy:
+            lazy |= inline
+        else:
+            return
+
+
+def _clear(flow: Flow) -> None:
+    flow.copies.clear()
+    flow.zone.clear()
+    flow.sum_grad.clear()

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from torch import fx
 
-from tpconvert.analyze.axes import inplace_target, is_many, nodes_in
+from tpconvert.analyze.axes import inplace_target, is_many, nodes_in, tensors
 from tpconvert.analyze.ops_math import EXPANDING, UNIFORM
 from tpconvert.analyze.states import ConflictError, Flow, Hosts, Placed, involved, is_op, rule_of
 from tpconvert.analyze.terms import Term, half_cut, leaves
@@ -43,14 +43,17 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
             flow.cut.add(node)
         if partial:
             bad = _not_linear(flow, node, partial)
-            if not bad and contracts[node]:
-                bad = partial  # a layer on top of a pending sum would only make the sum wider
+            if not bad and (contracts[node] or node in flow.cut or node in flow.gathered):
+                bad = partial  # a layer would only make the sum wider; parts of a sum that differ cannot be summed
             for operand in bad:
                 _reduce(flow, hosts, operand)
-            if not all(operand in flow.reduced for operand in bad):
+            used = any(u in flow.partial for operand in bad for u in operand.users)
+            if used or not all(operand in flow.reduced for operand in bad):
                 return True  # summed further up, so what was seen since is stale
             if not bad:
                 flow.partial.add(node)
+        if summed and (node in flow.cut or node in flow.gathered):
+            raise ConflictError(contracted[node], node, f"{op} sums over it while its result is cut along another axis")
         if summed and node not in flow.partial:
             flow.partial.add(node)
             if node in flow.inline:
@@ -105,6 +108,8 @@ def _not_linear(flow: Flow, node: fx.Node, partial: list[fx.Node]) -> list[fx.No
     if rule is None:
         return partial
     bound = flow.ax.bound.get(node, {})
+    if any(bound.get(name) not in (None, 0) for name in rule.unless) or not _is_number(node):
+        return partial
     names = {id(n): name for name, value in bound.items() for n in nodes_in(value)}
     kinds = {names.get(id(n), "") for n in partial}
     if kinds <= rule.joint:
@@ -113,7 +118,7 @@ def _not_linear(flow: Flow, node: fx.Node, partial: list[fx.Node]) -> list[fx.No
         scalars = [bound[n] for n in rule.joint if isinstance(bound.get(n), int | float) and bound[n] != 0]
         if mixed or scalars:
             return partial
-        flow.once |= {n for n in group if n not in partial and not is_zero(n)}
+        flow.once |= {root_parameter(n) or n for n in group if n not in partial and not is_zero(n)}
         return []
     if kinds == {rule.added} and rule.added:
         return partial
@@ -122,9 +127,14 @@ def _not_linear(flow: Flow, node: fx.Node, partial: list[fx.Node]) -> list[fx.No
         if isinstance(added, fx.Node) and not is_zero(added):
             if not _may_be_once(flow, added):
                 return partial
-            flow.once.add(added)
+            flow.once.add(root_parameter(added) or added)
         return []
     return partial
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a result can be a sum: integers and truth values are rounded."""
+    return all(t.is_floating_point() or t.is_complex() for t in tensors(node.meta["val"]))
 
 
 def _add_once(flow: Flow, node: fx.Node, atoms: set[Term]) -> None:
@@ -134,12 +144,33 @@ def _add_once(flow: Flow, node: fx.Node, atoms: set[Term]) -> None:
         return
     if not _may_be_once(flow, added):
         raise ConflictError(atoms, node, f"{node.meta['op']} adds a whole value to a partial one")
-    flow.once.add(added)
+    flow.once.add(root_parameter(added) or added)
 
 
 def _may_be_once(flow: Flow, node: fx.Node) -> bool:
     """A whole parameter that is only ever added."""
-    return node.meta["op"] == "parameter" and node not in flow.cut and all(_adds(flow, u, node) for u in node.users)
+    root = root_parameter(node)
+    return root is not None and root not in flow.cut and all(_adds(flow, u, n) for u, n in _final_users(root))
+
+
+PICKS = frozenset("__getitem__ index_select select view reshape unsqueeze squeeze expand to narrow alias item".split())
+"""Ops that only pick or spread entries of a parameter."""
+
+
+def root_parameter(node: fx.Node) -> fx.Node | None:
+    """The parameter a value is picked from, if it is."""
+    while node.meta["op"] in PICKS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node if node.meta["op"] == "parameter" else None
+
+
+def _final_users(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """``(op, operand)`` where entries of a parameter are used other than to be picked from again."""
+    out = []
+    for user in node.users:
+        picked = user.op != "output" and user.meta["op"] in PICKS and user.args[0] is node
+        out += _final_users(user) if picked else [(user, node)]
+    return out
 
 
 def _adds(flow: Flow, user: fx.Node, node: fx.Node) -> bool:
@@ -154,7 +185,7 @@ def _adds(flow: Flow, user: fx.Node, node: fx.Node) -> bool:
 def check_once(flow: Flow) -> None:
     """Refuse a bias that is added to a partial value in one place and to a whole one in another."""
     for node in flow.once:
-        for user in node.users:
+        for user, _ in _final_users(node):
             if user not in flow.partial:
                 raise ConflictError(
                     involved(flow, node),
@@ -241,7 +272,10 @@ def scatter_wholes(flow: Flow, hosts: Hosts) -> None:
             continue
         users = [u for u in node.users if is_op(u)]
         wanted = {
-            u for u in users if u in flow.cut or (u in flow.partial and any(n in flow.cut for n in u.all_input_nodes))
+            u
+            for u in users
+            if u in flow.cut
+            or ((u in flow.partial or u in flow.gathered) and any(n in flow.cut for n in u.all_input_nodes))
         }
         if not wanted:
             continue

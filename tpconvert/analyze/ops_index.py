@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpconvert.analyze.axes import Axes, Dims, where
+from tpconvert.analyze.axes import Axes, Dims, nodes_in, where
 from tpconvert.analyze.terms import P, S, Term, V
 
 Bound = dict[str, Any]
@@ -22,11 +22,16 @@ def getitem(ax: Axes, node: fx.Node, a: Bound) -> Dims:
 def setitem(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     """``x[...] = value``: what is written meets what is there."""
     dims = index(ax, node, ax.of(a["input"]), a["index"], (0, 1), None)
+    ax.written[node] = dims
+    data = [n for n in nodes_in(a["index"]) if n.meta["shape"]]
+    ax.block([t for n in data for t in ax.of(n)], node, "places to write to")
     if isinstance(a["value"], fx.Node):
         value = ax.of(a["value"])
         for here, there in zip(dims[::-1], value[::-1], strict=False):
             if here.n == there.n:
                 ax.unify(here, there, node)
+            elif there.n > 1:
+                ax.block(there, node, "written by data")
     return dims
 
 

@@ -83,6 +83,8 @@ def attention(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     ax.unify(k[-2], v[-2], node)
     ax.block(q[-1], node, "attention sums over head_dim before its softmax")
     ax.block(k[-2], node, "attention's softmax runs over the keys")
+    if a.get("is_causal"):
+        ax.block(q[-2], node, "causal attention depends on the place in this dim")
     mask = a.get("attn_mask")
     if isinstance(mask, fx.Node):
         scores = [*q[:-1], k[-2]]
@@ -178,6 +180,13 @@ def sum_over(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     return [V(1) if i in over else t for i, t in enumerate(dims) if keep or i not in over]
 
 
+def mean_over(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """A mean is a sum that each rank divides by the whole count."""
+    dims, over, _ = _over(ax, node, a)
+    ax.means[node] = [dims[i] for i in over]
+    return sum_over(ax, node, a)
+
+
 def reduce_over(ax: Axes, node: fx.Node, a: Bound) -> Any:
     """mean, max, var, ...: needs all of its dim."""
     if node.meta["op"] in ("max", "min") and isinstance(a.get("dim"), fx.Node):
@@ -199,17 +208,26 @@ def _over(ax: Axes, node: fx.Node, a: Bound) -> tuple[Dims, list[int], bool]:
 def along(ax: Axes, node: fx.Node, a: Bound) -> Any:
     """softmax, cumsum, flip, roll, ...: the dim it runs along stays whole."""
     dims = list(ax.of(a["input"]))
-    dim = a.get("dim", a.get("dims"))
-    over = range(len(dims)) if dim is None else [dim] if isinstance(dim, int) else dim
+    if node.meta["op"] == "flip":
+        over = _varargs(node, 1, "dims")
+    else:
+        dim = a.get("dim", a.get("dims", -1 if node.meta["op"] == "argsort" else None))
+        over = range(len(dims)) if dim is None else [dim] if isinstance(dim, int) else dim
     ax.block([dims[i] for i in over], node, f"{node.meta['op']} runs along this dim")
     return dims
 
 
-def ordered(ax: Axes, node: fx.Node, a: Bound) -> list[Dims]:
+def ordered(ax: Axes, node: fx.Node, a: Bound) -> Any:
     """sort and topk: values and indices."""
     dims = list(ax.of(a["input"]))
-    dim = a.get("dim", -1)
-    ax.block(dims[dim], node, f"{node.meta['op']} runs along this dim")
+    op = node.meta["op"]
+    dim = a.get("dim", 0 if op == "msort" else -1)
+    ax.block(dims[dim], node, f"{op} runs along this dim")
+    if op == "msort":
+        return dims
+    if op == "kthvalue":
+        rest = dims[: dim % len(dims)] + [V(1)] * bool(a.get("keepdim")) + dims[dim % len(dims) + 1 :]
+        return [rest, rest]
     size = fresh_dims(node)[0][dim].n
     if size != dims[dim].n:
         dims[dim] = V(size)
@@ -226,12 +244,16 @@ def triangle(ax: Axes, node: fx.Node, a: Bound) -> Dims:
 def gather(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     """Looked up along one dim; the others meet where they have one size."""
     dims, wanted = ax.of(a["input"]), ax.of(a["index"])
+    if a.get("dim") is None:
+        raise ValueError("no dim")
     dim = a["dim"] % len(dims)
     for i in range(len(dims)):
         if i != dim and dims[i].n == wanted[i].n:
             ax.unify(dims[i], wanted[i], node)
         else:
             ax.block([dims[i], wanted[i]], node, f"{node.meta['op']}: looked up by data")
+    if node.meta["op"] == "take_along_dim":  # either may be broadcast
+        return [d if i != dim and w.n == 1 else w for i, (d, w) in enumerate(zip(dims, wanted, strict=True))]
     return list(wanted)
 
 
@@ -250,7 +272,10 @@ def scatter(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     ax.block(dims[dim], node, f"{node.meta['op']}: written by data")
     for name in ("index", "source"):
         operand = a.get(name)
-        if not isinstance(operand, fx.Node) or len(ax.of(operand)) != len(dims):
+        if not isinstance(operand, fx.Node):
+            continue
+        if len(ax.of(operand)) != len(dims):
+            ax.block(ax.of(operand), node, f"{node.meta['op']}: places to write to")
             continue
         for i, (t, u) in enumerate(zip(dims, ax.of(operand), strict=True)):
             if i != dim and t.n == u.n:
@@ -263,11 +288,40 @@ def scatter(ax: Axes, node: fx.Node, a: Bound) -> Dims:
 def pooling(ax: Axes, node: fx.Node, a: Bound) -> Any:
     """Pooling and interpolation: channels are carried, space is not cut."""
     dims = ax.of(a["input"])
-    ax.block(dims[2:], node, f"{node.meta['op']} over space")
+    space = next((int(c) for c in node.meta["op"] if c.isdigit()), len(dims) - 2)
+    carried = len(dims) - space
+    ax.block(dims[carried:], node, f"{node.meta['op']} over space")
     out = fresh_dims(node)
     many = bool(out) and isinstance(out[0], list)
-    new = [[*dims[:2], *o[2:]] for o in (out if many else [out])]
+    new = [[*dims[:carried], *o[carried:]] for o in (out if many else [out])]
     return new if many else new[0]
+
+
+def prelu(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """A slope for each channel, which is dim 1."""
+    dims, slopes = ax.of(a["input"]), ax.of(a["weight"])
+    if slopes and slopes[0].n > 1:
+        ax.unify(dims[1], slopes[0], node)
+    return dims
+
+
+def weight_norm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """A direction and a length for each index of one dim."""
+    dims, lengths, dim = ax.of(a["v"]), ax.of(a["g"]), a.get("dim", 0)
+    ax.unify(dims[dim], lengths[dim], node)
+    ax.block([t for i, t in enumerate(dims) if i != dim], node, "_weight_norm takes the norm over this dim")
+    return dims
+
+
+def among(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """isin, bucketize, searchsorted: each value is held against all of the others."""
+    values, others = ax.of(a["input"]), ax.of(a["other"])
+    if node.meta["op"] == "searchsorted" and len(others) > 1:
+        for t, u in zip(values[:-1], others[:-1], strict=True):
+            ax.unify(t, u, node)
+        others = others[-1:]
+    ax.block(others, node, f"{node.meta['op']} looks at all of this dim")
+    return values
 
 
 def one_hot(ax: Axes, node: fx.Node, a: Bound) -> Dims:
@@ -360,7 +414,7 @@ def _table() -> dict[str, Rule]:
         ("instance_norm", batch_norm, "input running_mean running_var weight bias use_input_stats", none, ""),
         ("group_norm", group_norm, "input num_groups weight bias", none, ""),
         ("sum nansum", sum_over, "input dim keepdim", x, ""),
-        ("mean", reduce_over, "input dim keepdim", none, ""),
+        ("mean", mean_over, "input dim keepdim", x, ""),
         (
             "var std max min amax amin argmax argmin any all prod logsumexp median var_mean std_mean aminmax "
             "count_nonzero",
@@ -371,13 +425,19 @@ def _table() -> dict[str, Rule]:
         ),
         ("norm vector_norm linalg_vector_norm", reduce_over, "input ord dim keepdim", none, ""),
         ("softmax log_softmax cumsum cumprod flip softmin logcumsumexp _softmax argsort", along, "input dim", none, ""),
+        ("prelu", prelu, "input weight", none, ""),
+        ("_weight_norm", weight_norm, "v g dim", none, ""),
+        ("isin bucketize", among, "input other", none, ""),
+        ("searchsorted", among, "other input", none, ""),
         ("roll", along, "input shifts dims", none, ""),
         ("sort msort", ordered, "input dim", none, ""),
-        ("topk kthvalue", ordered, "input k dim", none, ""),
+        ("topk kthvalue", ordered, "input k dim keepdim", none, ""),
         ("tril triu", triangle, "input", none, ""),
-        ("gather take_along_dim", gather, "input dim index", x, ""),
+        ("gather", gather, "input dim index", x, ""),
+        ("take_along_dim", gather, "input index dim", x, ""),
         ("index_select", index_select, "input dim index", x, ""),
-        ("index_add index_copy scatter scatter_add scatter_reduce", scatter, "input dim index source", none, ""),
+        ("index_add index_copy scatter scatter_add", scatter, "input dim index source", none, ""),
+        ("scatter_reduce", scatter, "input dim index source", none, ""),
         (
             "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d upsample_nearest2d "
             "upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_nearest1d interpolate",

@@ -20,7 +20,15 @@ def reshape(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     if any(isinstance(v, torch.dtype) for v in node.args):
         raise ValueError("a view as another dtype")
     out = regroup(ax, node, ax.of(a["input"]), node.meta["shape"])
-    if node.meta["op"] in ("view", "reshape", "_unsafe_view", "view_"):
+    op = node.meta["op"]
+    if op == "squeeze":  # a rank that holds one index would lose the dim
+        dims = ax.of(a["input"])
+        asked = _varargs(node, 1, "dim")
+        ax.block([dims[i] for i in asked] if asked else dims, node, "squeeze drops a dim that comes down to one index")
+    if op in ("view_as", "reshape_as"):
+        for t, u in zip(out, ax.of(a["other"]), strict=True):
+            ax.unify(t, u, node)
+    if op in ("view", "reshape", "_unsafe_view", "view_"):
         for path, size, term in zip(*_sizes(node, 1, "shape", "size"), out, strict=False):
             if size != -1:
                 ax.site(node, path, term)
@@ -116,7 +124,9 @@ def repeat(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     dims = ax.of(a["input"])
     dims = [V(1)] * (len(shape) - len(dims)) + dims
     out = []
-    for path, times, term in zip(*_sizes(node, 1, "repeats", "dims"), dims, strict=True):
+    paths, counts = _sizes(node, 1, "repeats", "dims")
+    few = len(dims) - len(counts)  # tile may name the last dims only
+    for path, times, term in zip([()] * few + paths, [1] * few + counts, dims, strict=True):
         if times == 1:
             out.append(term)
             continue
@@ -210,12 +220,20 @@ def pad(ax: Axes, node: fx.Node, a: Bound) -> Dims:
             dims[i] = V(dims[i].n + left + right)
             continue
         term = dims[i]
+        path = where(node, ("input", "pad"), "pad")
         if left < 0:
-            term = ax.cut(term, -left, node)[1]
+            off, term = ax.cut(term, -left, node)
+            ax.site(node, (*path, 2 * j), off, -1)
         if right < 0:
-            term = ax.cut(term, term.n + right, node)[0]
+            term, off = ax.cut(term, term.n + right, node)
+            ax.site(node, (*path, 2 * j + 1), off, -1)
         dims[i] = S(V(max(left, 0)), term, V(max(right, 0)))
     return dims
+
+
+def constant_pad(ax: Axes, node: fx.Node, a: Bound) -> Dims:
+    """``pad`` in constant mode."""
+    return pad(ax, node, a)
 
 
 def glu(ax: Axes, node: fx.Node, a: Bound) -> Dims:
@@ -276,6 +294,7 @@ def _rules(table: dict[Any, tuple[str, str]]) -> dict[str, Rule]:
     for function, (names, args) in table.items():
         operands = args.split()
         linear = frozenset() if function in (cat, stack, setitem, glu) else frozenset({"input"})
+        unless = frozenset({"value"}) if function in (pad, constant_pad) else frozenset()
         joint = (
             frozenset({"tensors"})
             if function in (cat, stack)
@@ -284,13 +303,13 @@ def _rules(table: dict[Any, tuple[str, str]]) -> dict[str, Rule]:
             else frozenset()
         )
         for name in names.split():
-            out[name] = Rule(function, tuple(operands), linear, joint)
+            out[name] = Rule(function, tuple(operands), linear, joint, unless=unless)
     return out
 
 
 RULES: dict[str, Rule] = _rules(
     {
-        reshape: ("view reshape flatten squeeze unsqueeze view_as reshape_as _unsafe_view ravel", "input"),
+        reshape: ("view reshape flatten squeeze unsqueeze view_as reshape_as _unsafe_view ravel", "input other"),
         unflatten: ("unflatten", "input dim sizes"),
         transpose: ("transpose swapaxes swapdims", "input dim0 dim1"),
         matrix_transpose: (".T t .mT adjoint .H", "input"),
@@ -304,7 +323,8 @@ RULES: dict[str, Rule] = _rules(
         unbind: ("unbind", "input dim"),
         cat: ("cat concat concatenate", "tensors dim"),
         stack: ("stack", "tensors dim"),
-        pad: ("pad constant_pad_nd _pad", "input pad mode value"),
+        pad: ("pad _pad", "input pad mode value"),
+        constant_pad: ("constant_pad_nd", "input pad value"),
         getitem: ("__getitem__", "input index"),
         setitem: ("__setitem__", "input index value"),
         select: ("select", "input dim index"),

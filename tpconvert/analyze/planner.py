@@ -55,6 +55,9 @@ class Planner:
                 wanted.setdefault(
                     placed.call.module, f"a {placed.kind} has its place inside its forward, at {placed.node.meta['op']}"
                 )
+        for node in self.ax.means:
+            if node in self.flow.partial and node.meta["call"] is not None and self.sums_cut(node):
+                wanted.setdefault(node.meta["call"].module, "its mean runs over a cut dim, and each rank has a part of it")
         edits, calls, unmet = solve_edits(self.flow, self.choice.deal, self.nested, set(wanted))
         for call in calls:
             wanted.setdefault(call.module, unmet[call])
@@ -86,6 +89,10 @@ class Planner:
         )
         self.last = self.with_siblings(plan)
         return Draft(self.last, forbidden)
+
+    def sums_cut(self, node: fx.Node) -> bool:
+        """Whether a mean runs over a cut dim, rather than over a whole dim of a pending sum."""
+        return any(leaves(t) & self.flow.cut_atoms for t in self.ax.means[node])
 
     def rewrite(self, path: str, why: str, training: Any) -> Rewrite:
         """The forward of a module, when each of its calls has one and the same."""

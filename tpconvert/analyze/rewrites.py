@@ -120,9 +120,20 @@ class _Writer:
             sizes = [self.local(d[dim], d[dim].n) for d in self.ax.dims[node]]
             target, args, kwargs = "torch.Tensor.split", [args[0], sizes], {"dim": dim}
         name = self.add("call", node.name, target=target, args=args, kwargs=kwargs)
+        if node in self.flow.partial and node in self.ax.means:
+            name = self.scaled(name, node)
         if node.meta["op"] == "__setitem__":
             name = self.name(node.args[0])  # type: ignore[arg-type]
         self.names[node] = name
+
+    def scaled(self, name: str, node: fx.Node) -> str:
+        """A mean over this rank's entries as this rank's term of the mean over all."""
+        for term in self.ax.means[node]:
+            if leaves(term) & self.flow.cut_atoms:
+                args = [{"$": name}, self.local(term, term.n)]
+                name = self.add("call", target="torch.Tensor.mul", args=args, kwargs={})
+                name = self.add("call", target="torch.Tensor.div", args=[{"$": name}, term.n], kwargs={})
+        return name
 
     def lookup(self, node: fx.Node) -> None:
         """A lookup in a cut table, summed at once."""

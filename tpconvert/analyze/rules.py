@@ -56,12 +56,13 @@ def read_rules(path: Path) -> dict[str, Rule]:
         )
     out: dict[str, Rule] = {}
     for entry in data.get("pointwise", ()):
-        _check(path, entry, {"names", "linear", "joint", "args"})
+        _check(path, entry, {"names", "linear", "joint", "args", "unless"})
         rule = replace(
             POINTWISE,
             args=tuple(entry.get("args", "input other").split()),
             linear=frozenset(entry.get("linear", "").split()),
             joint=frozenset(entry.get("joint", "").split()),
+            unless=frozenset(entry.get("unless", "").split()),
             origin=path.name,
         )
         out.update(dict.fromkeys(entry["names"].split(), rule))
