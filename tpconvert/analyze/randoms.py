@@ -1,11 +1,13 @@
 """Where random numbers must differ between ranks: dropout of a cut value, and nowhere else.
 
-A module whose own forward drops entries of cut values draws cut numbers from its input to its output; one inside it
-that drops entries of whole values draws whole ones.  A forward that does both cannot be switched and is refused.
+A module whose own forward drops entries of cut values alone draws cut numbers from its input to its output.  One that
+drops entries of both kinds is switched at its children's boundaries, between one drop and the next; where no child
+lies between them it is refused.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,30 +17,54 @@ from tpconvert.analyze.capture import Call
 from tpconvert.analyze.flow import Flow
 from tpconvert.spec.plan import Switch
 
-DROPS = frozenset(["dropout", "dropout_", "alpha_dropout", "feature_dropout", "native_dropout", "rrelu"])
-DRAWS = frozenset(
-    ["rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "multinomial"]
-)
+DROPS = frozenset("dropout dropout_ alpha_dropout feature_dropout native_dropout rrelu".split())
+DRAWS = frozenset("rand_like randn_like bernoulli bernoulli_ normal_ uniform_ exponential_ multinomial".split())
 
 
-def switches(flow: Flow, training: Any) -> tuple[list[Switch], dict[str, list[fx.Node]]]:
-    """``(switches, modules that draw for whole and for cut values alike)``."""
-    cut: dict[str, list[Call]] = {}
-    whole: dict[str, list[Call]] = {}
-    nodes: dict[str, list[fx.Node]] = {}
+def switches(flow: Flow, training: Any) -> tuple[list[Switch], list[str]]:
+    """``(switches, modules that draw for whole and for cut values with nothing between)``."""
+    drawn: dict[Call, list[tuple[fx.Node, bool]]] = defaultdict(list)
     for node in random_nodes(flow, training):
-        call = node.meta["call"]
         is_cut = node in flow.cut or any(n in flow.cut for n in node.all_input_nodes)
-        (cut if is_cut else whole).setdefault(call.module, []).append(call)
-        nodes.setdefault(call.module, []).append(node)
-    mixed = {m: nodes[m] for m in cut.keys() & whole.keys()}
-    out: list[Switch] = []
-    for module in cut:
-        out += [Switch(module, "input", True), Switch(module, "output", False)]
-    for module, calls in whole.items():
-        if module not in mixed and any(_inside(c, cut) for c in calls):
-            out += [Switch(module, "input", False), Switch(module, "output", True)]
-    return out, mixed
+        drawn[node.meta["call"]].append((node, is_cut))
+    scopes = {c for c, draws in drawn.items() if all(cut for _, cut in draws)}
+    out: dict[Switch, None] = {}
+    refused: list[str] = []
+    for call, draws in drawn.items():
+        inside = any(call.inside(s) for s in scopes if s is not call)
+        if call in scopes:
+            made: list[Switch] | None = _scope(call, True)
+        elif all(not cut for _, cut in draws):
+            made = _scope(call, False) if inside else []
+        else:
+            made = None if inside else _between(flow, call, draws)
+        if made is None:
+            refused.append(call.module)
+        else:
+            out |= dict.fromkeys(made)
+    return list(out), refused
+
+
+def _scope(call: Call, cut: bool) -> list[Switch]:
+    return [Switch(call.module, "input", cut), Switch(call.module, "output", not cut)]
+
+
+def _between(flow: Flow, call: Call, draws: list[tuple[fx.Node, bool]]) -> list[Switch] | None:
+    """Switches at children's outputs that lie between draws of different kinds; a forward begins and ends whole."""
+    order = {n: i for i, n in enumerate(flow.ax.trace.graph.nodes)}
+    children = [c for c in flow.ax.trace.calls if c.parent is call]
+    out = []
+    now, after = False, call.position
+    for node, cut in [*draws, (None, False)]:
+        at = order[node] if node is not None else call.end
+        if cut != now:
+            child = next((c for c in reversed(children) if after <= c.position and c.end <= at), None)
+            if child is None:
+                return None
+            out.append(Switch(child.module, "output", cut))
+            now = cut
+        after = at
+    return out
 
 
 def random_nodes(flow: Flow, training: Any) -> Iterable[fx.Node]:
@@ -63,12 +89,3 @@ def random_nodes(flow: Flow, training: Any) -> Iterable[fx.Node]:
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:
     return node.kwargs.get(name, node.args[position] if len(node.args) > position else 0.0)
-
-
-def _inside(call: Call, cut: dict[str, list[Call]]) -> bool:
-    parent = call.parent
-    while parent is not None:
-        if parent.module in cut:
-            return True
-        parent = parent.parent
-    return False

@@ -114,6 +114,7 @@ class Recorder(TorchFunctionMode):
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             call = self.stack.pop()
             call.outputs = dict(self.slots(output))
+            call.end = len(self.graph.nodes)
             call.result = self.map(output)
             call.plain = is_plain(output)
 

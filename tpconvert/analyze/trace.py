@@ -29,6 +29,8 @@ class Call:
     """Whether the output is made of tensors, tuples, lists and dicts alone."""
     position: int = 0
     """Number of nodes recorded before it was called."""
+    end: int = 0
+    """Number of nodes recorded before it returned."""
 
     def inside(self, other: Call) -> bool:
         """Whether this call happened within ``other`` (or is it)."""
