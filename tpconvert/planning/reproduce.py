@@ -37,7 +37,8 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
     collective than the plan has.
     """
     ax = Axes(trace, load_rules(rules))
-    chosen = [_candidate(ax, axis, plan) for axis in plan.axes]
+    chosen = [_candidate(ax, axis, plan) for axis in plan.axes if any(n in trace.parameters for n in axis.parameters)]
+    chosen += _siblings(ax, plan, chosen)
     deal = Deal(plan.tp, {a: s for c in chosen for a, s in shares(c, plan.tp).items()})
     inline = frozenset(n for n in ax.lookups if not n.meta.get("layer"))
     try:
@@ -78,6 +79,24 @@ def _candidate(ax: Axes, axis: Axis, plan: Plan) -> Candidate:
     found = min(common, key=lambda a: _mismatches(ax, a, plan))
     inner = inner_atom(ax, found)
     return Candidate(found, (inner,) if inner is not None else ())
+
+
+def _siblings(ax: Axes, plan: Plan, chosen: Sequence[Candidate]) -> list[Candidate]:
+    """The axes of modules that the plan treats as their siblings: other experts may get tokens here than did there."""
+    known = {a for c in chosen for a in (c.atom, *c.inner)}
+    out = []
+    for name, node in ax.trace.parameters.items():
+        layout = plan[name].layout
+        if layout.dim is None or known & leaves(ax.of(node)[layout.dim]):
+            continue
+        for atom in leaves(ax.of(node)[layout.dim]):
+            inner = inner_atom(ax, atom)
+            found = Candidate(atom, (inner,) if inner is not None else ())
+            if blocks(ax.of(node)[layout.dim], {atom, *found.inner}) == layout.blocks:
+                known |= {atom, *found.inner}
+                out.append(found)
+                break
+    return out
 
 
 def _mismatches(ax: Axes, atom: Term, plan: Plan) -> int:
