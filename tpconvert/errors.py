@@ -43,6 +43,10 @@ class VerifyError(TPConvertError):
     exit_code = 1
 
 
+class NotRunError(TPConvertError):
+    """A verification could not be run, so it says nothing."""
+
+
 class TrainError(TPConvertError):
     """A training run went wrong."""
 

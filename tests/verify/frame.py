@@ -1,4 +1,4 @@
-"""A model of either table and the proof of its plan, on one rank."""
+"""A model of any table and the proof of its plan, on one rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from tests import hf_models, models
+from tests.verify.own import OWN
 from tpconvert.parallel import Mesh
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
@@ -18,8 +19,9 @@ Disturb = Callable[[nn.Module, Mesh], None]
 
 
 def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The named model of either table and its inputs."""
-    return models.MODELS[name]() if name in models.MODELS else hf_models.build(name)
+    """The named model of any table and its inputs."""
+    vanilla = models.MODELS | OWN
+    return vanilla[name]() if name in vanilla else hf_models.build(name)
 
 
 @cache

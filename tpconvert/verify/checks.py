@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpconvert.checkpoint.pieces import take_pieces
+from tpconvert.checkpoint.pieces import gather_pieces, take_pieces
+from tpconvert.errors import NotRunError, TPConvertError, VerifyError
 from tpconvert.parallel import Mesh, clip_grad_norm_, parallelize
+from tpconvert.parallel.collectives import summed
+from tpconvert.source.blame import told
 from tpconvert.spec.plan import Plan
 from tpconvert.verify.modes import Exact, loss_of, perturb, tensors_of
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
+from tpconvert.verify.values import UNEQUAL, floats, form, largest, relative
 
 STEPS, RATE = 2, 1e-2
+LOOSE = 1e-5
+"""For a model as it is, which may go down to float32 inside."""
 
 
 def compare_on_rank(
@@ -42,12 +48,13 @@ def compare_on_rank(
     pair = _Pair(whole, local, inputs, plan, mesh, tolerance)
     pair.run_modes()
     pair.run_steps()
-    return Result(tuple(pair.checks), tolerance, pair.parted) if mesh.rank == 0 else None
+    pair.run_dropout()
+    return Result(tuple(pair.checks), tolerance, pair.parted, tuple(pair.notes)) if mesh.rank == 0 else None
 
 
 def precision(module: nn.Module, inputs: Any) -> tuple[Tolerance, Any]:
     """Make the model float64 where its kernels have float64, else float32."""
-    double = _floats(inputs, torch.float64)
+    double = floats(inputs, torch.float64)
     module.double()
     try:
         with torch.no_grad(), Exact():
@@ -55,7 +62,7 @@ def precision(module: nn.Module, inputs: Any) -> tuple[Tolerance, Any]:
         return FLOAT64, double
     except (RuntimeError, NotImplementedError):
         module.float()
-        return FLOAT32, _floats(inputs, torch.float32)
+        return FLOAT32, floats(inputs, torch.float32)
 
 
 class _Pair:
@@ -65,125 +72,181 @@ class _Pair:
         self, whole: nn.Module, local: nn.Module, inputs: Any, plan: Plan, mesh: Mesh, tolerance: Tolerance
     ) -> None:
         self.whole, self.local, self.inputs, self.plan, self.mesh = whole, local, inputs, plan, mesh
-        self.bound = tolerance.bound
+        self.bound, self.floor = tolerance.bound, tolerance.floor
         self.widen = tolerance is FLOAT64
         self.checks: list[Check] = []
+        self.notes: list[str] = []
         self.parted = ""
-        self.names = [v.name for v in plan.verdicts if v.kind == "parameter" and not v.tied_to]
+        self.drops = False
 
-    def add(self, kind: str, name: str, error: float, mode: str) -> None:
-        self.checks.append(Check(kind, name, error, self.bound, mode))
+    def add(self, kind: str, name: str, error: float, mode: str, bound: float | None = None) -> None:
+        self.checks.append(Check(kind, name, error, self.bound if bound is None else bound, mode))
+
+    def run(self, module: nn.Module) -> Any:
+        """What a model returns; a converted one that fails where the whole one runs is not equal to it."""
+        try:
+            return call(module, self.inputs)
+        except TPConvertError:
+            raise
+        except Exception as error:
+            if module is self.whole:
+                raise
+            raise VerifyError(f"The converted model fails where the whole one runs: {told(error)}") from error
 
     def run_modes(self) -> None:
         """Outputs in eval, with and without autograd, and in train mode; gradients in both."""
         for module in (self.whole, self.local):
             module.eval()
         with torch.no_grad():
-            self.outputs(
-                call(self.whole, self.inputs), call(self.local, self.inputs), "no grad", bound=max(self.bound, 1e-5)
-            )
+            self.outputs(self.run(self.whole), self.run(self.local), "no grad", bound=max(self.bound, LOOSE))
         for mode in ("eval", "train"):
-            for module in (self.whole, self.local):
-                module.train(mode == "train")
-                module.zero_grad(set_to_none=True)
-            losses = []
             buffers = [{n: b.clone() for n, b in m.named_buffers()} for m in (self.whole, self.local)]
-            records: list[dict[str, Tensor]] = [{}, {}]
-            for module, record in zip((self.whole, self.local), records, strict=True):
-                with Exact(self.widen), _Recording(module, record):
-                    output = call(module, self.inputs)
-                    losses.append((output, loss_of(output)))
-            self.outputs(losses[0][0], losses[1][0], mode)
-            self.add("loss", "loss", relative(losses[1][1], losses[0][1]), mode)
-            self.part(records)
-            with Exact(self.widen):
-                for _, loss in losses:
-                    loss.backward()
-            self.gradients(mode)
+            self.run_mode(mode)
             with torch.no_grad():  # running statistics moved in train mode
                 for module, kept in zip((self.whole, self.local), buffers, strict=True):
                     for n, b in module.named_buffers():
                         b.copy_(kept[n])
 
+    def run_mode(self, mode: str) -> None:
+        """Outputs, loss and gradients in one mode, without dropout; but its rates must be the same."""
+        runs = []
+        records: list[dict[str, Tensor]] = [{}, {}]
+        for module, record in zip((self.whole, self.local), records, strict=True):
+            module.train(mode == "train")
+            module.zero_grad(set_to_none=True)
+            with Exact(self.widen) as exact, _Recording(module, record):
+                output = self.run(module)
+                runs.append((output, self.loss(module, output), exact.rates))
+        (whole, whole_loss, rates), (local, local_loss, local_rates) = runs
+        self.outputs(whole, local, mode)
+        self.add("loss", "loss", relative(local_loss, whole_loss), mode)
+        self.drops = bool(self.over_ranks(max(*rates, *local_rates, 0.0, 0.0)))
+        if rates or local_rates:
+            self.add("dropout", "rates", self.over_ranks(0.0 if rates == local_rates else UNEQUAL), mode)
+        self.part(records)
+        with Exact(self.widen):
+            whole_loss.backward()
+            local_loss.backward()
+        self.gradients(mode)
+
+    def loss(self, module: nn.Module, output: Any) -> Tensor:
+        """A number in which every output counts."""
+        loss = loss_of(output)
+        if loss is None and module is self.whole:
+            raise NotRunError("The model has no output to take a gradient of, so gradients cannot be compared.")
+        if loss is None:
+            raise VerifyError("The converted model has no output to take a gradient of; the whole one has.")
+        return loss
+
     def outputs(self, whole: Any, local: Any, mode: str, bound: float | None = None) -> None:
         """Every output of this rank; the worst over ranks counts."""
         theirs = dict(tensors_of(local))
         for name, tensor in tensors_of(whole):
-            error = relative(theirs[name], tensor) if name in theirs else float("inf")
-            error = self.over_ranks(error)
-            self.checks.append(Check("output", name, error, bound or self.bound, mode))
+            error = relative(theirs[name], tensor) if name in theirs else UNEQUAL
+            self.add("output", name, self.over_ranks(error), mode, bound)
+            if tensor.is_floating_point() and tensor.isnan().any():
+                self.note(f"The whole model itself gives an output that is not a number ({name}).")
+        same = form(whole) == form(local)
+        self.add("output", "types and names", self.over_ranks(0.0 if same else UNEQUAL), mode)
 
     def gradients(self, mode: str) -> None:
-        """Every parameter's gradient, put together through its layout."""
-        whole = dict(self.whole.named_parameters(remove_duplicate=False))
-        floor = 1e-6 * max(
-            (float(p.grad.abs().max()) for p in whole.values() if p.grad is not None and p.numel()), default=0.0
-        )
-        for name, parts in self.parts(lambda p: p.grad if p.grad is not None else torch.zeros_like(p)):
-            if self.mesh.rank:
-                continue
-            want = whole[name].grad
-            want = torch.zeros_like(whole[name]) if want is None else want
-            self.add("gradient", name, self.worst(name, parts, want, floor), mode)
+        """Every parameter's gradient, put together through its layout; the same parameters must be trained."""
+        whole, local = (_named(m.named_parameters) for m in (self.whole, self.local))
+        floor = self.floor * max((largest(_grad(p)) for p in whole.values()), default=0.0)
+
+        def mine(name: str) -> Tensor:
+            if local[name].requires_grad is not whole[name].requires_grad:
+                return torch.full_like(local[name], float("nan"))
+            return _grad(local[name])
+
+        for name, parts in self.parts("parameter", mine):
+            self.add("gradient", name, self.worst(name, parts, _grad(whole[name]), floor), mode)
+            if _grad(whole[name]).isnan().any():
+                self.note(f"The whole model itself gives a gradient that is not a number ({name}).")
 
     def run_steps(self) -> None:
         """Two steps of SGD with clipping: a wrong gradient scale or norm shows in the parameters."""
-        steps = [
-            (self.whole, lambda limit: torch.nn.utils.clip_grad_norm_(self.whole.parameters(), limit)),
-            (self.local, lambda limit: clip_grad_norm_(self.local, limit, self.mesh, self.plan)),
-        ]
-        limit = 0.5 * float(
-            torch.sqrt(sum(p.grad.double().square().sum() for p in self.whole.parameters() if p.grad is not None))
-        )  # type: ignore[arg-type]
-        for _ in range(STEPS):
-            for module, clip in steps:
-                clip(limit)
+        gradients = [p.grad for p in self.whole.parameters() if p.grad is not None]
+        limit = 0.5 * float(torch.nn.utils.get_total_norm(gradients))
+        for step in range(STEPS):
+            norms = [
+                torch.nn.utils.clip_grad_norm_(self.whole.parameters(), limit),
+                clip_grad_norm_(self.local, limit, self.mesh, self.plan),
+            ]
+            self.add("gradient norm", f"step {step + 1}", self.over_ranks(relative(norms[1], norms[0])), "train")
+            for module in (self.whole, self.local):
                 with torch.no_grad():
                     for p in module.parameters():
                         if p.grad is not None:
                             p -= RATE * p.grad
                 module.zero_grad(set_to_none=True)
                 with Exact(self.widen):
-                    loss_of(call(module, self.inputs)).backward()
-        whole = dict(self.whole.named_parameters(remove_duplicate=False))
-        for name, parts in self.parts(lambda p: p.detach()):
-            if self.mesh.rank:
-                continue
-            self.add("after 2 steps", name, self.worst(name, parts, whole[name].detach(), 1e-30), "train")
+                    self.loss(module, self.run(module)).backward()
+        for kind in ("parameter", "buffer"):
+            whole, local = (
+                _named(m.named_parameters if kind == "parameter" else m.named_buffers) for m in (self.whole, self.local)
+            )
+            for name, parts in self.parts(kind, lambda n, local=local: local[n].detach()):  # type: ignore[misc]
+                self.add("after 2 steps", name, self.worst(name, parts, whole[name].detach(), 0.0), "train")
+
+    def run_dropout(self) -> None:
+        """With dropout, ranks that hold the same must get the same: whole values draw the same numbers everywhere."""
+        if not self.drops:
+            return
+        self.local.zero_grad(set_to_none=True)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            output = self.run(self.local)
+            self.loss(self.local, output).backward()
+        bound = max(self.bound, LOOSE)
+        for name, tensor in tensors_of(output):
+            if tensor.is_floating_point():
+                mean = summed(tensor.detach(), self.mesh) / self.mesh.degree
+                self.add("replicas", name, self.over_ranks(relative(tensor, mean)), "train", bound)
+        local = _named(self.local.named_parameters)
+        found = dict(self.parts("parameter", lambda name: _grad(local[name])))
+        floor = self.floor * max((largest(p) for parts in found.values() for p in parts), default=0.0)
+        for name, parts in found.items():
+            first = gather_pieces(parts, self.plan[name].layout, self.plan[name].shape)
+            self.add("replicas", f"gradient of {name}", self.worst(name, parts, first, floor), "train", bound)
 
     def worst(self, name: str, parts: list[Tensor], want: Tensor, floor: float) -> float:
         """The largest error of any rank's part; ranks that share entries are each held to the same value."""
         layout, degree = self.plan[name].layout, self.mesh.degree
-        scale = max(floor, float(want.abs().max()) if want.numel() else 0.0)
+        scale = max(floor, largest(want))
         return max(relative(p, take_pieces(want, layout, r, degree), scale) for r, p in enumerate(parts))
 
-    def parts(self, value: Callable[[Tensor], Tensor]):  # type: ignore[no-untyped-def]
-        """``(name, every rank's part)``; the parts are there on rank 0 alone."""
-        local = dict(self.local.named_parameters(remove_duplicate=False))
-        mine = {name: value(local[name]).detach().clone() for name in self.names}
-        gathered: list[Any] | None = [None] * self.mesh.degree if self.mesh.rank == 0 else None
-        if self.mesh.degree == 1:
-            gathered = [mine]
-        else:
+    def parts(self, kind: str, value: Callable[[str], Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+        """``(name, every rank's part)`` of each parameter or buffer, on rank 0; nothing on the others."""
+        names = [v.name for v in self.plan.verdicts if v.kind == kind]
+        mine = {name: value(name).detach().clone() for name in names}
+        gathered: list[Any] | None = [mine] * self.mesh.degree if self.mesh.rank == 0 else None
+        if self.mesh.degree > 1:
             dist.gather_object(mine, gathered, group=self.mesh.group, group_dst=0)
-        for name in self.names:
-            yield name, [g[name] for g in gathered] if gathered is not None else []
+        for name in names if gathered else ():
+            yield name, [g[name] for g in gathered or ()]
 
     def part(self, records: list[dict[str, Tensor]]) -> None:
-        """Find the first module whose output differs though its shape does not."""
+        """Find the first module whose output differs though its shape does not, and is no pending sum either."""
         for name, tensor in records[0].items():
             other = records[1].get(name)
-            if other is None or other.shape != tensor.shape:
+            same_shape = other is not None and other.shape == tensor.shape
+            if self.over_ranks(0.0 if same_shape else UNEQUAL) or other is None:
                 continue
-            if self.over_ranks(relative(other, tensor)) > self.bound:
+            error = self.over_ranks(relative(other, tensor))
+            if error > self.bound and self.over_ranks(relative(summed(other, self.mesh), tensor)) > self.bound:
                 self.parted = self.parted or name
                 return
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def over_ranks(self, error: float) -> float:
         """The largest error of any rank."""
         if self.mesh.degree == 1:
             return error
-        worst = torch.tensor([error if error == error else float("inf")], dtype=torch.float64)
+        worst = torch.tensor([error if error == error else UNEQUAL], dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.mesh.group)
         return float(worst)
 
@@ -215,28 +278,12 @@ def call(module: nn.Module, inputs: Any) -> Any:
     return module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
 
 
-def relative(value: Tensor, want: Tensor, floor: float = 1e-30) -> float:
-    """The largest difference over the largest finite entry of ``want``; infinite where shapes or infinities differ."""
-    if value.shape != want.shape:
-        return float("inf")
-    if not want.numel():
-        return 0.0
-    if not want.is_floating_point() and not want.is_complex():
-        return 0.0 if torch.equal(value, want) else float("inf")
-    finite = torch.isfinite(want)
-    if not torch.equal(torch.isfinite(value), finite):
-        return float("inf")
-    if not finite.any():
-        return 0.0
-    difference = (value - want)[finite].abs().max().item()
-    return float(difference / max(want[finite].abs().max().item(), floor, 1e-30))
+def _named(source: Any) -> dict[str, Tensor]:
+    return dict(source(remove_duplicate=False))
 
 
-def _floats(tree: Any, dtype: torch.dtype) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    if isinstance(tree, Mapping):
-        return {k: _floats(v, dtype) for k, v in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)(_floats(v, dtype) for v in tree)
-    return tree
+def _grad(parameter: Tensor) -> Tensor:
+    """The gradient; zeros where there is none."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad

@@ -25,6 +25,8 @@ class Exact(TorchFunctionMode):
     def __init__(self, widen: bool = True) -> None:
         super().__init__()
         self.widen = widen
+        self.rates: list[float] = []
+        """The rate of each dropout that was left out, 0 where it was not in training mode."""
 
     def __enter__(self) -> Exact:
         self.descending = descending_into_functionals()
@@ -40,9 +42,11 @@ class Exact(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in DROPOUTS:
+            self.rates.append(_rate(*args, **kwargs))
             return args[0] if args else kwargs["input"]
         if name == "scaled_dot_product_attention":
-            kwargs, args = _without_dropout(args, kwargs)
+            rate, kwargs, args = _without_dropout(args, kwargs)
+            self.rates += [rate] if rate else []
         if not self.widen:
             return func(*args, **kwargs)
         if func is Tensor.float:
@@ -50,12 +54,16 @@ class Exact(TorchFunctionMode):
         return func(*(_widen(a) for a in args), **{k: _widen(v) for k, v in kwargs.items()})
 
 
-def _without_dropout(args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+def _rate(input: Any = None, p: float = 0.5, training: bool = True, *_: Any, **others: Any) -> float:
+    """The rate of a call of dropout; ``native_dropout`` and the functions of ``torch`` say ``train``."""
+    return float(p) if others.get("train", training) else 0.0
+
+
+def _without_dropout(args: Any, kwargs: dict[str, Any]) -> tuple[float, dict[str, Any], Any]:
+    """The rate of attention's own dropout, and its arguments without."""
     if len(args) > 4:
-        args = (*args[:4], 0.0, *args[5:])
-    elif "dropout_p" in kwargs:
-        kwargs["dropout_p"] = 0.0
-    return kwargs, args
+        return float(args[4]), kwargs, (*args[:4], 0.0, *args[5:])
+    return float(kwargs.get("dropout_p", 0.0)), {**kwargs, "dropout_p": 0.0}, args
 
 
 def _widen(value: Any) -> Any:
@@ -108,8 +116,11 @@ def tensors_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from tensors_of(getattr(tree, key), f"{prefix}.{key}" if prefix else key)
 
 
-def loss_of(output: Any) -> Tensor:
-    """A sum of all differentiable outputs with fixed random weights: every entry counts, and none like another."""
+def loss_of(output: Any) -> Tensor | None:
+    """A sum of all differentiable outputs with fixed random weights: every entry counts, and none like another.
+
+    None where no output can be differentiated.
+    """
     total: Tensor | None = None
     for i, (_, tensor) in enumerate(tensors_of(output)):
         if not tensor.is_floating_point() or not tensor.requires_grad:
@@ -119,6 +130,4 @@ def loss_of(output: Any) -> Tensor:
         finite = torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
         part = (finite * weight).sum() / max(tensor.numel(), 1) ** 0.5
         total = part if total is None else total + part
-    if total is None:
-        raise ValueError("the model has no differentiable output")
     return total

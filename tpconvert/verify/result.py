@@ -12,13 +12,20 @@ class Tolerance:
 
     bound: float
     reason: str
+    floor: float = 0.0
+    """A gradient below this part of the largest one is all rounding (a key's bias under softmax): it is held to the
+    bound as if it were as large as that."""
 
 
 FLOAT64 = Tolerance(
-    1e-9, "float64: eps 2.2e-16 times the few thousand terms of a sum and the depth of the model, with a wide margin"
+    1e-9,
+    "float64: eps 2.2e-16 times the few thousand terms of a sum and the depth of the model, with a wide margin",
+    floor=1e-6,
 )
 FLOAT32 = Tolerance(
-    2e-3, "float32: eps 1.2e-7 times the terms of a sum and the depth; used where a kernel has no float64"
+    2e-3,
+    "float32: eps 1.2e-7 times the terms of a sum and the depth; used where a kernel has no float64",
+    floor=1e-3,
 )
 BYTES = Tolerance(0.0, "bytes: equal or not")
 
