@@ -133,11 +133,6 @@ class Recorder(TorchFunctionMode):
         name = op_name(func)
         if name in CONCRETE and name not in ("__hash__", "__len__") and self.stack:
             self.stack[-1].asked = self.stack[-1].asked or name
-        if name == "__iter__":
-            if self.stack and self.nodes.get(id(args[0])) in self.by_data:
-                self.stack[-1].asked = self.stack[-1].asked or "__iter__"
-            with self:
-                return iter(args[0].unbind(0))
         if name in (".shape", "size"):
             return self.sizes(func, args, kwargs)
         if name == ".dtype":
