@@ -28,6 +28,7 @@ _HOMES = {
     "parallelize": "tpconvert.parallel.convert",
     "Plan": "tpconvert.spec.plan",
     "reshard": "tpconvert.checkpoint",
+    "save": "tpconvert.train.save",
     "shard": "tpconvert.checkpoint",
     "TPConvertError": "tpconvert.errors",
     "verify": "tpconvert.verify",

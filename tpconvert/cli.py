@@ -216,13 +216,12 @@ def verify(
 @click.argument("more", nargs=-1, type=click.UNPROCESSED)
 def train(folder: str, config: str, nproc_per_node: int | None, more: tuple[str, ...]) -> None:
     """Train a sharded folder on this machine's devices; MORE goes to tpconvert.train as it is."""
-    import subprocess
-
     from tpconvert.checkpoint import read_manifest
     from tpconvert.train.config import load_config
+    from tpconvert.train.launch import launch
 
     degree = read_manifest(Path(folder)).tp
-    # A mistake is told here, before torchrun adds its own report of failed processes.
+    # A mistake is told here, once, before any rank starts.
     load_config(Path(config), [item for item in more if "=" in item and not item.startswith("-")])
     ranks = nproc_per_node or degree
     if ranks % degree:
@@ -230,9 +229,7 @@ def train(folder: str, config: str, nproc_per_node: int | None, more: tuple[str,
             f"{folder} is cut for {degree} ranks, which do not divide {ranks}.",
             hint=f"Use a multiple of {degree}, or tpconvert reshard.",
         )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run([*torchrun, "-m", "tpconvert.train", folder, "--config", config, *more], check=False)
-    sys.exit(done.returncode)
+    sys.exit(launch([folder, "--config", config, *more], ranks))
 
 
 @main.command()

@@ -41,6 +41,8 @@ FACTORIES = frozenset(
         "randperm",
     ]
 )
+CHOICES = frozenset(["topk", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"])
+"""Ops that choose by values, as routers do."""
 QUESTIONS = frozenset(
     [
         "item",
@@ -90,9 +92,9 @@ class Shadow:
 
     @contextmanager
     def active(self, recorder: Any) -> Iterator[None]:
-        """New tensors go to meta; scalars read below the torch-function level are answered too."""
-        with torch.device("meta"), _Scalars(self, recorder):
-            yield
+        """Keep what answers scalars read below the torch-function level."""
+        self.scalars = _Scalars(self, recorder)
+        yield
 
     def lift(self, recorder: Any, tree: Any) -> Any:
         """Arguments with meta twins in place of real tensors, known to the recorder as the same values."""
@@ -111,15 +113,38 @@ class Shadow:
     def execute(self, recorder: Any, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """An op on meta, and on the shadows where every operand has one."""
         meta_args, meta_kwargs = self.lift(recorder, args), self.lift(recorder, kwargs)
+        if name in CHOICES:
+            self.draw(recorder, name, meta_args, meta_kwargs)
         shadow = self.on_shadows(func, name, meta_args, meta_kwargs)
         if name in QUESTIONS:
             return shadow if shadow is not None else self.guess(recorder, func, name, meta_args, meta_kwargs)
         try:
-            out = func(*meta_args, **_to_meta(meta_kwargs))
+            out = self.on_meta(func, name, meta_args, meta_kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
             out = self.without_meta(recorder, func, name, meta_args, meta_kwargs, shadow)
         self.remember(out, shadow, name, meta_args)
         return out
+
+    def draw(self, recorder: Any, name: str, args: Any, kwargs: Any) -> None:
+        """Give unknown scores that something is chosen by (a router's) random values, the same ones each time."""
+        for tensor in tensors_below((args, kwargs)):
+            if id(tensor) not in self.real and tensor.is_floating_point() and tensor.numel() <= LIMIT:
+                generator = torch.Generator().manual_seed(tensor.numel())
+                with torch._C.DisableTorchFunction():
+                    self.real[id(tensor)] = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+                self.alive.append(tensor)
+                self.note(recorder, f"{name} of values that are not known: taken as a random draw")
+
+    def on_meta(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        """The op itself; a factory makes its tensor on meta."""
+        if name in FACTORIES and name != "from_numpy":
+            kwargs = {**kwargs, "device": "meta"}
+        elif kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": "meta"}
+        if any(t.dim() == 0 for t in tensors_below((args, kwargs))):
+            with self.scalars:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def on_shadows(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """The op on real values; None where an operand has none."""
@@ -140,7 +165,7 @@ class Shadow:
         if name in FACTORIES and name != "from_numpy":
             real_kwargs = {**real_kwargs, "device": "cpu"}
         try:
-            with torch.device("cpu"), torch.no_grad():
+            with torch.no_grad():
                 return func(*real_args, **real_kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
             return None
@@ -266,11 +291,6 @@ def largest(name: str, args: Any, kwargs: Any) -> Any:
 
 def _ones(shape: tuple[int, ...], one: Any) -> Any:
     return [_ones(shape[1:], one) for _ in range(shape[0])] if shape else one
-
-
-def _to_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments whose device, if any, is meta."""
-    return {**kwargs, "device": "meta"} if kwargs.get("device") is not None else kwargs
 
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
