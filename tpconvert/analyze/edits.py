@@ -24,7 +24,6 @@ from tpconvert.analyze.terms import P, Term, V, blocks, leaves
 from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Edit
 
-
 DEPTH = 3
 """How many attributes of one forward are edited together at most."""
 
@@ -249,4 +248,3 @@ def _spell(expr: Expression) -> str:
         return f"size({expr[2]})"
     signs = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
     return f"{_spell(expr[1])} {signs[expr[0].__name__]} {_spell(expr[2])}"
-

@@ -41,7 +41,7 @@ def trace_flow(ax: Axes, cut_atoms: Iterable[Term], inline: frozenset[fx.Node] =
 
 
 def _close_zones(flow: Flow, hosts: Hosts) -> None:
-    """Find the copies; where one would stand inside a forward, try to close its zones at that module's input instead."""
+    """Find the copies; where one would stand inside a forward, try to close its zones at that module's input."""
     lazy: frozenset[Call] = frozenset()
     hopeless: frozenset[Call] = frozenset()
     while True:

@@ -153,7 +153,22 @@ def _may_be_once(flow: Flow, node: fx.Node) -> bool:
     return root is not None and root not in flow.cut and all(_adds(flow, u, n) for u, n in _final_users(root))
 
 
-PICKS = frozenset("__getitem__ index_select select view reshape unsqueeze squeeze expand to narrow alias item".split())
+PICKS = frozenset(
+    [
+        "__getitem__",
+        "index_select",
+        "select",
+        "view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "to",
+        "narrow",
+        "alias",
+        "item",
+    ]
+)
 """Ops that only pick or spread entries of a parameter."""
 
 

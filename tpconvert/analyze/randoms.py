@@ -17,8 +17,10 @@ from tpconvert.analyze.capture import Call
 from tpconvert.analyze.flow import Flow
 from tpconvert.spec.plan import Switch
 
-DROPS = frozenset("dropout dropout_ alpha_dropout feature_dropout native_dropout rrelu".split())
-DRAWS = frozenset("rand_like randn_like bernoulli bernoulli_ normal_ uniform_ exponential_ multinomial".split())
+DROPS = frozenset(["dropout", "dropout_", "alpha_dropout", "feature_dropout", "native_dropout", "rrelu"])
+DRAWS = frozenset(
+    ["rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "multinomial"]
+)
 
 
 def switches(flow: Flow, training: Any) -> tuple[list[Switch], list[str]]:

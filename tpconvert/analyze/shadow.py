@@ -137,9 +137,7 @@ class Shadow:
 
     def on_meta(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """The op itself; a factory makes its tensor on meta."""
-        if name in FACTORIES and name != "from_numpy":
-            kwargs = {**kwargs, "device": "meta"}
-        elif kwargs.get("device") is not None:
+        if (name in FACTORIES and name != "from_numpy") or kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "meta"}
         if any(t.dim() == 0 for t in tensors_below((args, kwargs))):
             with self.scalars:
@@ -166,7 +164,8 @@ class Shadow:
             real_kwargs = {**real_kwargs, "device": "cpu"}
         try:
             with torch.no_grad():
-                return func(*real_args, **real_kwargs)
+                out = func(*real_args, **real_kwargs)
+            return real_args[0] if name == "__setitem__" else out
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
             return None
 
@@ -182,7 +181,15 @@ class Shadow:
             and isinstance(args[0], torch.Tensor)
             and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
         ):
-            self.real.pop(id(args[0]), None)
+            self.forget(args[0])
+
+    def forget(self, meta: torch.Tensor) -> None:
+        """Drop the shadow of a tensor, and of all that share its memory."""
+        real = self.real.get(id(meta))
+        if real is not None:
+            with torch._C.DisableTorchFunction():
+                memory = real.untyped_storage()._cdata
+                self.real = {k: t for k, t in self.real.items() if t.untyped_storage()._cdata != memory}
 
     def without_meta(
         self, recorder: Any, func: Callable[..., Any], name: str, args: Any, kwargs: Any, shadow: Any

@@ -8,6 +8,7 @@ or gives up an axis.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import fnmatch
 from collections.abc import Mapping, Sequence
@@ -66,7 +67,8 @@ class Planning:
     ) -> None:
         if tp < 1:
             raise PlanError(f"tp={tp} is no number of ranks.", hint="Use --tp 2 or more.")
-        self.module, self.inputs, self.tp, self.source = module, inputs, tp, source
+        self.module, self.inputs, self.tp, self.source = light(module), inputs, tp, source
+        module = self.module
         self.pinned = pinned_names(module, overrides)
         self.trace = captured(module, inputs)
         self.ax = Axes(self.trace, load_rules(rules))
@@ -118,6 +120,18 @@ class Planning:
             elif not pattern.uneven and atom.n % self.tp:
                 out[atom] = f"the rules cut {pattern.name} evenly only, and {atom.n} % {self.tp} = {atom.n % self.tp}"
         return out
+
+
+MANY = 50_000_000
+"""Parameters from which a forward is run without their values rather than with them."""
+
+
+def light(module: nn.Module) -> nn.Module:
+    """The module itself if it is small, else a copy whose parameters are on meta: planning copies and runs it."""
+    if sum(p.numel() for p in module.parameters() if not p.is_meta) <= MANY:
+        return module
+    memo = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, memo)
 
 
 def captured(module: nn.Module, inputs: Inputs) -> Trace:
