@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -201,8 +202,9 @@ def verify(
             opened = shrink(opened)
         made = _plan_of(opened, tp, overrides, rules, plan_file)
     proof = prove(opened, made, folder=Path(folder) if folder else None, emulate=emulate)
-    _say_notes(opened)
-    click.echo(json.dumps(proof.to_json()) if as_json else proof_text(proof, every=every))
+    if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks for all
+        _say_notes(opened)
+        click.echo(json.dumps(proof.to_json()) if as_json else proof_text(proof, every=every))
     if not proof.equal:
         sys.exit(1)
 

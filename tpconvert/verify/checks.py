@@ -65,6 +65,10 @@ def precision(module: nn.Module, inputs: Any) -> tuple[Tolerance, Any]:
         return FLOAT32, floats(inputs, torch.float32)
 
 
+Record = dict[tuple[str, str], Tensor]
+"""Path of a module, slot of its output -> value."""
+
+
 class _Pair:
     """The two models, and what was found."""
 
@@ -110,7 +114,7 @@ class _Pair:
     def run_mode(self, mode: str) -> None:
         """Outputs, loss and gradients in one mode, without dropout; but its rates must be the same."""
         runs = []
-        records: list[dict[str, Tensor]] = [{}, {}]
+        records: list[Record] = [{}, {}]
         for module, record in zip((self.whole, self.local), records, strict=True):
             module.train(mode == "train")
             module.zero_grad(set_to_none=True)
@@ -122,7 +126,7 @@ class _Pair:
         self.add("loss", "loss", relative(local_loss, whole_loss), mode)
         self.drops = bool(self.over_ranks(max(*rates, *local_rates, 0.0, 0.0)))
         if rates or local_rates:
-            self.add("dropout", "rates", self.over_ranks(0.0 if rates == local_rates else UNEQUAL), mode)
+            self.add("dropout rates", "every dropout", self.over_ranks(0.0 if rates == local_rates else UNEQUAL), mode)
         self.part(records)
         with Exact(self.widen):
             whole_loss.backward()
@@ -226,17 +230,27 @@ class _Pair:
         for name in names if gathered else ():
             yield name, [g[name] for g in gathered or ()]
 
-    def part(self, records: list[dict[str, Tensor]]) -> None:
-        """Find the first module whose output differs though its shape does not, and is no pending sum either."""
-        for name, tensor in records[0].items():
-            other = records[1].get(name)
+    def part(self, records: list[Record]) -> None:
+        """Find the first module whose output differs though its shape does not."""
+        for (path, slot), tensor in records[0].items():
+            other = records[1].get((path, slot))
             same_shape = other is not None and other.shape == tensor.shape
             if self.over_ranks(0.0 if same_shape else UNEQUAL) or other is None:
                 continue
             error = self.over_ranks(relative(other, tensor))
-            if error > self.bound and self.over_ranks(relative(summed(other, self.mesh), tensor)) > self.bound:
-                self.parted = self.parted or name
+            if error > self.bound and self.pends(path):
+                error = self.over_ranks(relative(summed(other, self.mesh), tensor))
+            if error > self.bound:
+                self.parted = self.parted or f"{path or 'the model'} ({slot})"
                 return
+
+    def pends(self, path: str) -> bool:
+        """Whether a module may return a term of a sum, which is made further on."""
+        summing = [b.module for b in self.plan.boundaries if b.kind == "reduce" and b.side == "output"]
+        summing += [r.module for r in self.plan.rewrites]
+        if any(b.kind == "reduce" and b.side == "input" for b in self.plan.boundaries):
+            return True
+        return any(path != m and (not m or path.startswith(f"{m}.")) for m in summing)
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -254,7 +268,7 @@ class _Pair:
 class _Recording:
     """Keeps each module's first output, in order of return."""
 
-    def __init__(self, module: nn.Module, record: dict[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, record: Record) -> None:
         self.module, self.record = module, record
 
     def __enter__(self) -> None:
@@ -262,7 +276,7 @@ class _Recording:
             def keep(module: nn.Module, args: Any, output: Any) -> None:
                 for slot, tensor in tensors_of(output):
                     if tensor.is_floating_point():
-                        self.record.setdefault(f"{path or 'the model'} ({slot})", tensor.detach().clone())
+                        self.record.setdefault((path, slot), tensor.detach().clone())
 
             return keep
 

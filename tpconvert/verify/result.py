@@ -35,7 +35,8 @@ class Check:
     """One comparison: the largest difference over the largest entry of the whole value."""
 
     kind: str
-    """``output``, ``gradient``, ``after 2 steps``, ``replicas``, ``bytes``, ``op``."""
+    """``output``, ``loss``, ``gradient``, ``gradient norm``, ``after 2 steps``, ``dropout rates``, ``replicas``,
+    ``bytes``, ``op``."""
     name: str
     error: float
     bound: float
@@ -72,7 +73,7 @@ class Result:
         kinds: dict[str, int] = {}
         for c in self.checks:
             kinds[c.kind] = kinds.get(c.kind, 0) + 1
-        said = ", ".join(f"{n} {k}{'s' if n > 1 and not k.endswith('s') else ''}" for k, n in kinds.items())
+        said = ", ".join(f"{n} {_plural(k) if n > 1 else k}" for k, n in kinds.items())
         if self.equal:
             return f"Equal: {said}; largest error {self.worst(1)[0].error:.1e}, bound {self.tolerance.bound:.0e}."
         if not self.checks:
@@ -97,6 +98,10 @@ class Result:
                 for c in self.worst()
             ],
         }
+
+
+def _plural(kind: str) -> str:
+    return f"{kind}es" if kind.endswith("ss") else kind if kind.endswith("s") else f"{kind}s"
 
 
 def _excess(check: Check) -> float:

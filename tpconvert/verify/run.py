@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,11 +21,12 @@ from torch import nn
 from tpconvert.analyze.capture import capture
 from tpconvert.checkpoint import load_rank, read_manifest
 from tpconvert.checkpoint.pieces import same_bytes, take_pieces
-from tpconvert.errors import VerifyError
+from tpconvert.errors import NotRunError, TPConvertError, VerifyError
 from tpconvert.parallel import make_mesh
 from tpconvert.planning.make import eval_mode
 from tpconvert.planning.reproduce import reproduce
 from tpconvert.source import Source
+from tpconvert.source.blame import blaming
 from tpconvert.spec.plan import Plan
 from tpconvert.verify.checks import call, compare_on_rank, precision
 from tpconvert.verify.modes import Exact, perturb
@@ -49,50 +53,71 @@ def verify(source: Source, plan: Plan, *, folder: Path | None = None, emulate: b
 def _on_ranks(source: Source, plan: Plan) -> Result:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _under_torchrun(source, plan)
-    threads = max(1, torch.get_num_threads() // plan.tp)
     with tempfile.TemporaryDirectory(prefix="tpconvert-verify-") as scratch:
-        out = Path(scratch) / "result.pt"
-        arguments = (plan.tp, scratch, threads, source.build, source.inputs, plan.dumps())
+        arguments = (plan.tp, scratch, source.build, source.inputs, plan.dumps())
+        context: Any = mp.start_processes(_rank, arguments, plan.tp, join=False, start_method=_start_method())
+        logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns of each rank it ends
         try:
-            context: Any = mp.start_processes(_rank, arguments, plan.tp, join=False, start_method=_start_method(source))
             while not context.join():
                 pass
         except mp.ProcessRaisedException as error:
-            raise VerifyError(f"A rank failed: {_last_line(str(error))}") from error
+            raise _told(Path(scratch)) or NotRunError(f"A rank failed: {_last_line(str(error))}") from error
         except mp.ProcessExitedException as error:
-            raise VerifyError(f"A rank died ({error}).", hint="Is there enough memory? Try --twin.") from None
-        found: Result = torch.load(out, weights_only=False)  # written by our own rank a moment ago
+            raise NotRunError(f"A rank died ({error}).", hint="Is there enough memory? Try --twin.") from None
+        finally:
+            for process in context.processes:
+                process.kill()
+        found: Result = torch.load(Path(scratch) / "result.pt", weights_only=False)  # written by our own rank just now
     return found
 
 
-def _start_method(source: Source) -> str:
-    """Fork keeps a source's functions as they are; nothing has used threads of torch or a GPU yet."""
+def _start_method() -> str:
+    """Fork keeps a source's functions as they are, which need not be picklable."""
     return "fork" if hasattr(os, "fork") else "spawn"
 
 
-def _rank(
-    rank: int, degree: int, scratch: str, threads: int, build: Callable[[], nn.Module], inputs: Any, plan: str
-) -> None:
-    torch.set_num_threads(threads)
+def _rank(rank: int, degree: int, scratch: str, build: Callable[[], nn.Module], inputs: Any, plan: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which comes too when the parent dies: end even while waiting
+    torch.set_num_threads(1)  # a forked process has lost the threads of OpenMP, and would wait for them for ever
     dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=degree, timeout=LIMIT)
     try:
-        result = compare_on_rank(build(), inputs, Plan.loads(plan), make_mesh(degree, device="cpu"))
+        with blaming("The model fails where it is run"):
+            result = compare_on_rank(build(), inputs, Plan.loads(plan), make_mesh(degree, device="cpu"))
         if result is not None:
             torch.save(result, Path(scratch) / "result.pt")
         dist.barrier()
+    except TPConvertError as error:
+        (Path(scratch) / f"error-{rank}").write_text(json.dumps([error.message, error.hint, error.exit_code]))
+        raise
     finally:
         dist.destroy_process_group()
 
 
+def _told(scratch: Path) -> TPConvertError | None:
+    """The first error of a rank; later ones tell only that touch with it was lost."""
+    for path in sorted(scratch.glob("error-*"), key=lambda path: path.stat().st_mtime_ns):
+        message, hint, code = json.loads(path.read_text())
+        return VerifyError(message, hint=hint) if code == VerifyError.exit_code else NotRunError(message, hint=hint)
+    return None
+
+
 def _under_torchrun(source: Source, plan: Plan) -> Result:
-    if not dist.is_initialized():
+    ours = not dist.is_initialized()
+    if ours:
         dist.init_process_group("gloo", timeout=LIMIT)
-    if dist.get_world_size() != plan.tp:
-        raise VerifyError(
-            f"torchrun started {dist.get_world_size()} ranks, the plan is for tp={plan.tp}.", hint=f"Start {plan.tp}."
-        )
-    results: list[Any] = [compare_on_rank(source.build(), source.inputs, plan, make_mesh(plan.tp, device="cpu"))]
-    dist.broadcast_object_list(results)
+    try:
+        ranks = dist.get_world_size()
+        if ranks != plan.tp:
+            raise NotRunError(
+                f"torchrun started {ranks} ranks, the plan is for tp={plan.tp}.", hint=f"Start {plan.tp}."
+            )
+        with blaming("The model fails where it is run"):
+            mine = compare_on_rank(source.build(), source.inputs, plan, make_mesh(plan.tp, device="cpu"))
+        results: list[Any] = [mine]
+        dist.broadcast_object_list(results)
+    finally:
+        if ours:
+            dist.destroy_process_group()
     found: Result = results[0]
     return found
 

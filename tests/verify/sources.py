@@ -1,0 +1,107 @@
+"""Models as users hand them to ``tpconvert verify``: functions that return a module and its inputs."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.zoo.frame import floats, seeded
+
+
+def mlp():
+    """A model that is cut."""
+    return seeded(lambda: nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))), (floats(3, 12),)
+
+
+class Then(nn.Module):
+    """An MLP and what is done with its result."""
+
+    def __init__(self, then: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.then = nn.Linear(12, 24), nn.Linear(24, 12), then
+
+    def forward(self, x: Tensor) -> Any:
+        return self.then(self.down(torch.relu(self.up(x))))
+
+
+def after(then: Callable[[Tensor], Any]):
+    """The model that does ``then``."""
+    return seeded(Then, then), {"x": floats(3, 12)}
+
+
+def many():
+    """Outputs that cannot be differentiated, integers, a mask and masked logits beside the one that counts."""
+    return after(
+        lambda y: {
+            "logits": y,
+            "detached": y.detach() * 2,
+            "best": y.argmax(-1),
+            "mask": torch.ones(3, dtype=torch.bool),
+            "masked": y.masked_fill(torch.arange(12) > 8, float("-inf")),
+        }
+    )
+
+
+def integers():
+    """No output of floating point."""
+    return after(lambda y: y.argmax(-1))
+
+
+def detached():
+    """No output that can be differentiated."""
+    return after(lambda y: y.detach())
+
+
+def not_a_number():
+    """One entry of the output is no number, in the whole model too."""
+    return after(lambda y: torch.where(torch.arange(12) == 3, y * float("nan"), y))
+
+
+def whole():
+    """Nothing can be cut."""
+    return seeded(lambda: nn.Sequential(nn.LayerNorm(13), nn.Softmax(-1))), (floats(3, 13),)
+
+
+def normed():
+    """Batch norm: running statistics in buffers."""
+    layers = (nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 12), nn.BatchNorm1d(12))
+    return seeded(lambda: nn.Sequential(*layers)), (floats(5, 12),)
+
+
+def fault_on_a_rank(y: Tensor) -> Tensor:
+    """Fails where ranks run, not where the plan is made."""
+    if dist.is_initialized() and dist.get_rank() == 1:
+        raise ArithmeticError("this rank cannot add")
+    return y
+
+
+def raising():
+    """Raises on one rank."""
+    return after(fault_on_a_rank)
+
+
+def death_of_a_rank(y: Tensor) -> Tensor:
+    """Dies where ranks run, as for lack of memory."""
+    if dist.is_initialized() and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return y
+
+
+def dying():
+    """Dies on one rank."""
+    return after(death_of_a_rank)
+
+
+def waiting():
+    """Never ends where ranks run."""
+
+    def wait(y: Tensor) -> Tensor:
+        if dist.is_initialized():
+            dist.barrier(dist.new_group([0, 1])) if dist.get_rank() else signal.pause()
+        return y
+
+    return after(wait)

@@ -1,0 +1,306 @@
+"""``tpconvert verify`` as a user runs it: what it prints and how it ends."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.verify import sources
+from tpconvert.cli import main
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+def verify(*args):
+    """The command in this process."""
+    return CliRunner().invoke(main, ["verify", *map(str, args)], catch_exceptions=False)
+
+
+def name_of(function):
+    """One of our models, as SOURCE."""
+    return f"{sources.__file__}:{function}"
+
+
+def children(pid):
+    """The living children of a process."""
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def tampered(tmp_path, source, change, *args):
+    """The plan of a source, with ``change`` made to its JSON."""
+    path = tmp_path / "plan.json"
+    made = CliRunner().invoke(main, ["plan", str(source), "--tp", "2", "-o", str(path), *args], catch_exceptions=False)
+    assert made.exit_code == 0, made.stderr
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    return path
+
+
+def without(kind):
+    """A change: without the boundaries of that kind."""
+
+    def change(data):
+        kept = [b for b in data["boundaries"] if b["kind"] != kind]
+        assert len(kept) < len(data["boundaries"])
+        data["boundaries"] = kept
+
+    return change
+
+
+@pytest.mark.parametrize("function", ["mlp", "many", "normed", "whole"])
+def test_an_equal_model_ends_with_0_and_its_table(function):
+    result = verify(name_of(function), "--tp", 2)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["check", "mode", "name", "error", "bound"]
+    assert lines[-1].startswith("Equal: ")
+    assert "\nBound: 1e-09 (float64: " in result.stdout
+    assert "not equal" not in result.stdout
+
+
+def test_a_hugging_face_folder_is_equal(llama):
+    result = verify(llama, "--tp", 2)
+    assert result.exit_code == 0, result.output
+    assert "Equal: 6 outputs, 2 losses, " in result.stdout
+
+
+def test_all_prints_every_check():
+    text = verify(name_of("mlp"), "--tp", 2, "--all").stdout
+    for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
+        assert text.count(name) == 3  # its gradient in two modes, and after two steps
+    assert "more, all no worse" not in text
+
+
+def test_json_has_every_check_worst_first():
+    data = json.loads(verify(name_of("many"), "--tp", 2, "--json").stdout)
+    assert data["equal"] is True and data["bound"] == 1e-9 and data["parted"] == ""
+    kinds = {c["kind"] for c in data["checks"]}
+    assert kinds == {"output", "loss", "gradient", "gradient norm", "after 2 steps"}
+    excess = [c["error"] / c["bound"] for c in data["checks"]]
+    assert excess == sorted(excess, reverse=True)
+    assert {"logits", "detached", "best", "mask", "masked"} <= {c["name"] for c in data["checks"]}
+
+
+def test_a_plan_without_its_sum_is_not_equal_and_the_first_module_is_named(tmp_path):
+    plan = tampered(tmp_path, name_of("mlp"), without("reduce"))
+    result = verify(name_of("mlp"), "--plan", plan)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1].startswith("Not equal: ")
+    assert result.stdout.splitlines()[-1].endswith(" Values first part in 2 (output).")
+
+
+def test_the_first_module_is_named_in_a_deep_model_too(llama, tmp_path):
+    def change(data):
+        norm = "model.layers.1.self_attn.o_proj"
+        data["boundaries"] = [b for b in data["boundaries"] if (b["kind"], b["module"]) != ("reduce", norm)]
+
+    result = verify(llama, "--plan", tampered(tmp_path, llama, change))
+    assert result.exit_code == 1
+    assert "Values first part in model.layers.1.self_attn.o_proj (output)." in result.stdout
+
+
+def test_a_plan_with_a_wrong_gradient_is_not_equal_and_the_parameter_is_named(llama, tmp_path):
+    def change(data):
+        (norm,) = (v for v in data["verdicts"] if v["name"] == "model.layers.1.input_layernorm.weight")
+        norm["sum_grad"] = True
+
+    result = verify(llama, "--plan", tampered(tmp_path, llama, change))
+    assert result.exit_code == 1
+    assert "worst gradient model.layers.1.input_layernorm.weight" in result.stdout
+    assert "part in" not in result.stdout
+
+
+def test_a_converted_model_that_fails_is_not_equal(tmp_path):
+    def change(data):
+        for verdict in data["verdicts"]:
+            if verdict["name"] == "2.weight":
+                del verdict["layout"]
+                verdict["layout"] = {}
+
+    result = verify(name_of("mlp"), "--plan", tampered(tmp_path, name_of("mlp"), change))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: The converted model fails where the whole one runs: RuntimeError: mat1 ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_plan_of_another_model_could_not_be_run(tmp_path):
+    plan = tampered(tmp_path, name_of("mlp"), lambda data: None)
+    result = verify(name_of("many"), "--plan", plan)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "the plan names it, the module has no such parameter or buffer" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("integers", "error: The model has no output to take a gradient of, so gradients cannot be compared."),
+        ("detached", "error: The model has no output to take a gradient of, so gradients cannot be compared."),
+        ("raising", f"error: The model fails where it is run: {sources.__file__}:"),
+        ("dying", "error: A rank died (process 1 terminated with signal SIGKILL). Is there enough memory?"),
+        ("nothing", f"error: {sources.__file__} has no function nothing."),
+    ],
+)
+def test_what_cannot_be_run_ends_with_2_one_line_and_no_process(function, message):
+    before = children(os.getpid())
+    result = verify(name_of(function), "--tp", 2)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1 and result.stdout == ""
+    assert children(os.getpid()) == before
+
+
+def test_a_whole_model_that_gives_no_number_is_not_equal_and_says_why():
+    result = verify(name_of("not_a_number"), "--tp", 2)
+    assert result.exit_code == 1
+    assert "Note: The whole model itself gives an output that is not a number (output)." in result.stdout
+
+
+# -- folders ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(sharded, tmp_path):
+    """A sharded folder that may be damaged."""
+    return Path(shutil.copytree(sharded, tmp_path / "sharded"))
+
+
+def rewrite(folder, change):
+    """Tensors of rank 1 changed."""
+    (path,) = (folder / "rank-00001-of-00002").glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata=metadata)
+
+
+def test_a_folder_is_equal_byte_for_byte(llama, folder):
+    result = verify(llama, folder, "--json")
+    data = json.loads(result.stdout)
+    assert result.exit_code == 0 and data["equal"]
+    stored = {c["name"] for c in data["checks"] if c["kind"] == "bytes"}
+    assert {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"} <= stored
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.norm.weight"])
+def test_a_stored_byte_that_differs_is_not_equal_and_names_the_tensor(llama, folder, name):
+    def change(tensors):
+        tensors[name].view(-1)[-1] += 1e-3
+
+    rewrite(folder, change)
+    result = verify(llama, folder)
+    assert result.exit_code == 1, result.output
+    assert name in result.output.splitlines()[-1]
+
+
+def test_a_folder_of_another_degree_could_not_be_run(llama, folder):
+    result = verify(llama, folder, "--tp", 4)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is cut for 2 ranks, not 4" in result.stderr
+
+
+# -- other ways to run --------------------------------------------------------------------------------------------
+
+
+def test_emulation_compares_every_op_in_this_process(llama):
+    data = json.loads(verify(llama, "--tp", 2, "--emulate", "--json").stdout)
+    kinds = [c["kind"] for c in data["checks"]]
+    assert data["equal"] and kinds.count("op") > 50 and "output" in kinds and "gradient" in kinds
+
+
+def test_emulation_finds_a_plan_that_its_graph_does_not_ask_for(llama, tmp_path):
+    def change(data):
+        (norm,) = (v for v in data["verdicts"] if v["name"] == "model.layers.1.input_layernorm.weight")
+        norm["sum_grad"] = True
+
+    result = verify(llama, "--plan", tampered(tmp_path, llama, change), "--emulate")
+    assert result.exit_code == 1
+    assert "model.layers.1.input_layernorm.weight: " in result.stderr and "summed over ranks" in result.stderr
+
+
+def test_a_twin_is_verified_and_said_to_be_one(llama):
+    result = verify(llama, "--tp", 2, "--twin")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].startswith("Equal: ")
+    assert "twin" in result.stderr
+
+
+def test_a_twin_has_neither_folder_nor_plan(llama, folder):
+    result = verify(llama, folder, "--twin")
+    assert result.exit_code == 2 and "--twin verifies a smaller model" in result.stderr
+
+
+def test_the_ranks_of_torchrun_are_used():
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code = "from tpconvert.cli import main; main()"
+    script = [sys.executable, *torchrun, "--no-python", sys.executable, "-c", code]
+    good = subprocess.run(
+        [*script, "verify", name_of("mlp"), "--tp", "2"], env=ENVIRONMENT, text=True, capture_output=True, timeout=120
+    )
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.count("Equal: ") == 1
+    assert "destroy_process_group" not in good.stderr
+
+
+def test_torchrun_with_the_wrong_number_of_ranks_says_so():
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    code = "from tpconvert.cli import main; main()"
+    script = [sys.executable, *torchrun, "--no-python", sys.executable, "-c", code]
+    done = subprocess.run(
+        [*script, "verify", name_of("mlp"), "--tp", "2"], env=ENVIRONMENT, text=True, capture_output=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "error: torchrun started 1 ranks, the plan is for tp=2. Start 2." in done.stderr
+
+
+def test_threads_used_before_do_not_stop_the_ranks():
+    code = (
+        "import sys, torch; torch.set_num_threads(4); a = torch.randn(900, 900); (a @ a).sum();"
+        "torch.randn(3000000).add_(1); from tpconvert.cli import main; main(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "verify", name_of("mlp"), "--tp", "2"],
+        env=ENVIRONMENT | {"OMP_NUM_THREADS": "4"}, text=True, capture_output=True, timeout=90,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_the_command(how):
+    code = "from tpconvert.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "verify", name_of("waiting"), "--tp", "2"],
+        env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    ranks = []
+    deadline = time.monotonic() + 60
+    while len(ranks) < 2 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.2)
+        ranks = children(process.pid)
+    assert len(ranks) == 2
+    time.sleep(1.0)
+    process.send_signal(how)
+    process.wait(20)
+    while time.monotonic() < deadline and any(alive(pid) for pid in ranks):
+        time.sleep(0.2)
+    assert not any(alive(pid) for pid in ranks)
+
+
+def alive(pid):
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,67 @@
+"""How two values are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+UNEQUAL = float("inf")
+
+
+def relative(value: Tensor, want: Tensor, floor: float = 1e-30) -> float:
+    """The largest difference over the largest finite entry of ``want``.
+
+    Infinite where shapes differ, where infinities differ, and where either has an entry that is not a number:
+    nothing is proved there.
+    """
+    value, want = value.detach(), want.detach()
+    if value.shape != want.shape:
+        return UNEQUAL
+    if not want.numel():
+        return 0.0
+    if not want.is_floating_point() and not want.is_complex():
+        return 0.0 if torch.equal(value, want) else UNEQUAL
+    if value.isnan().any() or want.isnan().any():
+        return UNEQUAL
+    finite = torch.isfinite(want)
+    if not torch.equal(torch.isfinite(value), finite) or not torch.equal(value[~finite], want[~finite]):
+        return UNEQUAL
+    if not finite.any():
+        return 0.0
+    difference = (value - want)[finite].abs().max().item()
+    return float(difference / max(largest(want), floor, 1e-30))
+
+
+def largest(tensor: Tensor | None) -> float:
+    """The largest finite entry, without its sign."""
+    if tensor is None:
+        return 0.0
+    finite = tensor.detach()[torch.isfinite(tensor)].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def floats(tree: Any, dtype: torch.dtype) -> Any:
+    """The inputs with their floating tensors in another dtype."""
+    if isinstance(tree, Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    if isinstance(tree, Mapping):
+        return {k: floats(v, dtype) for k, v in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(floats(v, dtype) for v in tree)
+    return tree
+
+
+def form(tree: Any) -> Any:
+    """What an output is made of: types, names and dtypes, but no numbers."""
+    if isinstance(tree, Tensor):
+        return tree.dtype
+    if isinstance(tree, tuple | list):
+        return type(tree), [form(item) for item in tree]
+    if isinstance(tree, Mapping):
+        return type(tree), {key: form(item) for key, item in tree.items()}
+    if hasattr(tree, "__dataclass_fields__"):
+        return type(tree), {key: form(getattr(tree, key)) for key in tree.__dataclass_fields__}
+    return type(tree)
