@@ -27,7 +27,7 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
     contracts: dict[fx.Node, bool] = defaultdict(bool)
     contracted: dict[fx.Node, set[Term]] = defaultdict(set)
     for term, node in flow.ax.contracts:
-        contracts[node] |= term.n > 1
+        contracts[node] |= term.n > 1 and len(node.all_input_nodes) > 1
         contracted[node] |= leaves(term) & flow.cut_atoms
     for node in flow.ax.trace.nodes:
         op = node.meta["op"]

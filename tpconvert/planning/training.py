@@ -47,12 +47,16 @@ class Training:
     def _compare(self) -> dict[str, dict[Any, Any] | None]:
         from tpconvert.planning.make import eval_mode
 
-        other_module = copy.deepcopy(self.module).to(other_dtype(self.module))
-        inputs = cast(self.inputs, other_dtype(self.module))
-        try:
-            with eval_mode(other_module, training=True):
-                other = capture(other_module, inputs, shadow=Shadow() if needs_shadow(self.module) else None)
-        except SourceError:
+        other = None
+        for dtype in other_dtypes(self.module):
+            module = copy.deepcopy(self.module).to(dtype)
+            try:
+                with eval_mode(module, training=True):
+                    other = capture(module, cast(self.inputs, dtype), shadow=Shadow() if needs_shadow(module) else None)
+                break
+            except SourceError:
+                continue
+        if other is None:
             return {}
         mine, theirs = own_ops(self.trace), own_ops(other)
         out: dict[str, dict[Any, Any] | None] = {}
@@ -67,10 +71,10 @@ class Training:
         return out
 
 
-def other_dtype(module: nn.Module) -> torch.dtype:
-    """A dtype no forward names by itself, so that those that follow the model's stand out."""
+def other_dtypes(module: nn.Module) -> list[torch.dtype]:
+    """Dtypes that a forward seldom names by itself, so that those that follow the model's stand out."""
     own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    return torch.float32 if own is torch.float64 else torch.float64
+    return [d for d in (torch.float64, torch.bfloat16, torch.float16) if d is not own]
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
