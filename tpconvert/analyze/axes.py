@@ -92,6 +92,14 @@ class Axes:
         """The terms of a tensor node."""
         return self.dims[node]  # type: ignore[no-any-return]
 
+    def names(self, node: fx.Node) -> tuple[str, ...]:
+        """The names of an op's operands, in order."""
+        return self.rule(node.meta["op"]).args  # type: ignore[union-attr]
+
+    def rule(self, op: str) -> Rule | None:
+        """The rule of an op, or of the op it is the in-place form of."""
+        return self.rules.get(op) or self.rules.get(op.rstrip("_"))
+
     def block(self, terms: Term | Iterable[Term], node: fx.Node, why: str) -> None:
         """State that these dims cannot be cut at ``node``."""
         for term in [terms] if isinstance(terms, Term) else terms:
@@ -168,7 +176,7 @@ class Axes:
         return all(n in self.constants for n in node.all_input_nodes) and inplace_target(node) is None
 
     def _apply(self, node: fx.Node, op: str) -> Any:
-        rule = self.rules.get(op) or self.rules.get(op.rstrip("_"))
+        rule = self.rule(op)
         if rule is None:
             out = self.opaque(node, "no rule for this op (add one with --rules)")
         else:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from tpconvert.analyze.axes import Axes, Dims, Rule, fresh_dims, nodes_in, where
+from tpconvert.analyze.axes import Axes, Dims, fresh_dims, nodes_in, where
 from tpconvert.analyze.ops_shape import _varargs
 from tpconvert.analyze.terms import P, V
 
@@ -33,7 +33,7 @@ def _matmul(ax: Axes, node: fx.Node, left: Dims, right: Dims) -> Dims:
 
 def addmm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     """``input + mat1 @ mat2``."""
-    names = RULES[node.meta["op"].rstrip("_")].args
+    names = ax.names(node)
     out = _matmul(ax, node, ax.of(a[names[1]]), ax.of(a[names[2]]))
     return ax.broadcast(node, [out, ax.of(a["input"])], [t.n for t in out])
 
@@ -129,7 +129,7 @@ def convolution(ax: Axes, node: fx.Node, a: Bound) -> Dims:
         ax.unify(w[0], P(group, inner if transposed else outer), node)
         ax.unify(w[1], outer if transposed else inner, node)
         ax.contract(inner, node)
-        ax.site(node, where(node, RULES[node.meta["op"]].args, "groups"), group)
+        ax.site(node, where(node, ax.names(node), "groups"), group)
     if isinstance(a.get("bias"), fx.Node):
         ax.unify(ax.of(a["bias"])[0], out, node)
     ax.block([*x[channel + 1 :], *w[2:]], node, "convolution over space")
@@ -164,7 +164,7 @@ def group_norm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     dims = ax.of(a["input"])
     group, inner = V(a["num_groups"]), V(dims[1].n // a["num_groups"])
     ax.unify(dims[1], P(group, inner), node)
-    ax.site(node, where(node, RULES["group_norm"].args, "num_groups"), group)
+    ax.site(node, where(node, ax.names(node), "num_groups"), group)
     ax.block([inner, *dims[2:]], node, "group_norm takes its statistics over this dim")
     for name in ("weight", "bias"):
         if isinstance(a.get(name), fx.Node):
@@ -380,90 +380,3 @@ UNIFORM = frozenset(
 """Factories whose values do not depend on the place."""
 EXPANDING = frozenset(["expand", "broadcast_to", "repeat", "tile", "repeat_interleave"])
 """Ops that repeat values along a new dim or factor."""
-
-
-def _table() -> dict[str, Rule]:
-    both, x = frozenset({"input", "other"}), frozenset({"input"})
-    conv = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    conv_t = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-    none: frozenset[str] = frozenset()
-    entries: list[tuple[str, Any, str | tuple[str, ...], frozenset[str], str]] = [
-        ("matmul mm bmm mv dot __matmul__ __rmatmul__", matmul, "input other", both, ""),
-        ("addmm addmv", addmm, "input mat1 mat2", frozenset({"mat1", "mat2"}), "input"),
-        ("baddbmm", addmm, "input batch1 batch2", frozenset({"batch1", "batch2"}), "input"),
-        ("einsum", einsum, "equation", frozenset({"*1", "*2", "*3", "*4"}), ""),
-        (
-            "scaled_dot_product_attention",
-            attention,
-            "query key value attn_mask dropout_p is_causal",
-            frozenset({"value"}),
-            "",
-        ),
-        ("embedding", embedding, "input indices padding_idx", x, ""),
-        ("_grouped_mm grouped_mm", grouped_mm, "input other offs bias", both, ""),
-        ("conv1d conv2d conv3d", convolution, conv, frozenset({"input", "weight"}), "bias"),
-        (
-            "conv_transpose1d conv_transpose2d conv_transpose3d",
-            convolution,
-            conv_t,
-            frozenset({"input", "weight"}),
-            "bias",
-        ),
-        ("layer_norm rms_norm", layer_norm, "input normalized_shape weight bias", none, ""),
-        ("batch_norm", batch_norm, "input weight bias running_mean running_var training", none, ""),
-        ("instance_norm", batch_norm, "input running_mean running_var weight bias use_input_stats", none, ""),
-        ("group_norm", group_norm, "input num_groups weight bias", none, ""),
-        ("sum nansum", sum_over, "input dim keepdim", x, ""),
-        ("mean", mean_over, "input dim keepdim", x, ""),
-        (
-            "var std max min amax amin argmax argmin any all prod logsumexp median var_mean std_mean aminmax "
-            "count_nonzero",
-            reduce_over,
-            "input dim keepdim",
-            none,
-            "",
-        ),
-        ("norm vector_norm linalg_vector_norm", reduce_over, "input ord dim keepdim", none, ""),
-        ("softmax log_softmax cumsum cumprod flip softmin logcumsumexp _softmax argsort", along, "input dim", none, ""),
-        ("prelu", prelu, "input weight", none, ""),
-        ("_weight_norm", weight_norm, "v g dim", none, ""),
-        ("isin bucketize", among, "input other", none, ""),
-        ("searchsorted", among, "other input", none, ""),
-        ("roll", along, "input shifts dims", none, ""),
-        ("sort msort", ordered, "input dim", none, ""),
-        ("topk kthvalue", ordered, "input k dim keepdim", none, ""),
-        ("tril triu", triangle, "input", none, ""),
-        ("gather", gather, "input dim index", x, ""),
-        ("take_along_dim", gather, "input index dim", x, ""),
-        ("index_select", index_select, "input dim index", x, ""),
-        ("index_add index_copy scatter scatter_add", scatter, "input dim index source", none, ""),
-        ("scatter_reduce", scatter, "input dim index source", none, ""),
-        (
-            "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d upsample_nearest2d "
-            "upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_nearest1d interpolate",
-            pooling,
-            "input",
-            none,
-            "",
-        ),
-        ("one_hot", one_hot, "input num_classes", none, ""),
-        ("outer ger", outer, "input other", both, ""),
-        ("unfold", unfold, "input dim size step", x, ""),
-        (
-            "arange zeros ones full empty tensor as_tensor rand randn randint randperm linspace logspace eye "
-            "new_zeros new_ones new_full new_empty new_tensor tril_indices triu_indices hann_window scalar_tensor from_numpy",
-            factory,
-            "",
-            none,
-            "",
-        ),
-    ]
-    out = {}
-    for names, function, args, linear, added in entries:
-        joint = frozenset({"input", "source"}) if names.startswith("index_add") else none
-        for name in names.split():
-            out[name] = Rule(function, tuple(args.split()) if isinstance(args, str) else args, linear, joint, added)
-    return out
-
-
-RULES: dict[str, Rule] = _table()

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpconvert.analyze.axes import Axes, Dims, Rule, product, tensors, where
-from tpconvert.analyze.ops_index import getitem, narrow, select, setitem
+from tpconvert.analyze.axes import Axes, Dims, product, tensors, where
 from tpconvert.analyze.terms import P, S, V
 
 Bound = dict[str, Any]
@@ -161,7 +160,7 @@ def split(ax: Axes, node: fx.Node, a: Bound) -> list[Dims]:
         part, rest = ax.cut(rest, tensor.shape[dim], node)
         out.append([*dims[:dim], part, *dims[dim + 1 :]])
     if node.meta["op"] in ("split", "split_with_sizes", "unsafe_split"):
-        path = where(node, RULES[node.meta["op"]].args, "sizes") if "sizes" in a else ()
+        path = where(node, ax.names(node), "sizes") if "sizes" in a else ()
         if isinstance(a.get("sizes"), int):
             ax.site(node, path, out[0][dim])
         for i, _ in enumerate(a["sizes"] if isinstance(a.get("sizes"), tuple | list) else ()):
@@ -287,51 +286,3 @@ def _sizes(node: fx.Node, first: int, *names: str) -> tuple[list[tuple[Any, ...]
             return [(1, name, i) for i in range(len(values))], values
     nested = len(node.args) > first and isinstance(node.args[first], tuple | list)
     return [(0, first, i) if nested else (0, first + i) for i in range(len(values))], values
-
-
-def _rules(table: dict[Any, tuple[str, str]]) -> dict[str, Rule]:
-    out = {}
-    for function, (names, args) in table.items():
-        operands = args.split()
-        linear = frozenset() if function in (cat, stack, setitem, glu) else frozenset({"input"})
-        unless = frozenset({"value"}) if function in (pad, constant_pad) else frozenset()
-        joint = (
-            frozenset({"tensors"})
-            if function in (cat, stack)
-            else frozenset({"input", "value"})
-            if function is setitem
-            else frozenset()
-        )
-        for name in names.split():
-            out[name] = Rule(function, tuple(operands), linear, joint, unless=unless)
-    return out
-
-
-RULES: dict[str, Rule] = _rules(
-    {
-        reshape: ("view reshape flatten squeeze unsqueeze view_as reshape_as _unsafe_view ravel", "input other"),
-        unflatten: ("unflatten", "input dim sizes"),
-        transpose: ("transpose swapaxes swapdims", "input dim0 dim1"),
-        matrix_transpose: (".T t .mT adjoint .H", "input"),
-        permute: ("permute", "input"),
-        movedim: ("movedim moveaxis", "input source destination"),
-        expand: ("expand broadcast_to", "input"),
-        expand_as: ("expand_as", "input other"),
-        repeat: ("repeat tile", "input"),
-        repeat_interleave: ("repeat_interleave", "input repeats dim"),
-        split: ("split split_with_sizes chunk tensor_split unsafe_chunk unsafe_split", "input sizes dim"),
-        unbind: ("unbind", "input dim"),
-        cat: ("cat concat concatenate", "tensors dim"),
-        stack: ("stack", "tensors dim"),
-        pad: ("pad _pad", "input pad mode value"),
-        constant_pad: ("constant_pad_nd", "input pad value"),
-        getitem: ("__getitem__", "input index"),
-        setitem: ("__setitem__", "input index value"),
-        select: ("select", "input dim index"),
-        narrow: ("narrow", "input dim start length"),
-        glu: ("glu", "input dim"),
-        meshgrid: ("meshgrid", "tensors"),
-        view_as_complex: ("view_as_complex", "input"),
-        view_as_real: ("view_as_real", "input"),
-    }
-)

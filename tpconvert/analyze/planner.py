@@ -57,7 +57,9 @@ class Planner:
                 )
         for node in self.ax.means:
             if node in self.flow.partial and node.meta["call"] is not None and self.sums_cut(node):
-                wanted.setdefault(node.meta["call"].module, "its mean runs over a cut dim, and each rank has a part of it")
+                wanted.setdefault(
+                    node.meta["call"].module, "its mean runs over a cut dim, and each rank has a part of it"
+                )
         edits, calls, unmet = solve_edits(self.flow, self.choice.deal, self.nested, set(wanted))
         for call in calls:
             wanted.setdefault(call.module, unmet[call])

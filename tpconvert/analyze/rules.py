@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpconvert.analyze import ops_math, ops_shape
+from tpconvert.analyze import ops_index, ops_math, ops_shape
 from tpconvert.analyze.axes import Axes, Dims, Rule, nodes_in, tensors
 from tpconvert.analyze.terms import Term, V
 from tpconvert.errors import RuleError
@@ -36,7 +38,7 @@ class Rules(dict[str, Rule]):
 
 def load_rules(files: Sequence[Path] = ()) -> Rules:
     """The shipped rules, overridden by those in ``files``.  Raises RuleError naming the file and the entry."""
-    rules = Rules({**ops_shape.RULES, **ops_math.RULES})
+    rules = Rules()
     for path in (rules_folder() / "ops.toml", *files):
         rules.update(read_rules(path))
     return rules
@@ -67,8 +69,9 @@ def read_rules(path: Path) -> dict[str, Rule]:
         )
         out.update(dict.fromkeys(entry["names"].split(), rule))
     for entry in data.get("op", ()):
-        _check(path, entry, {"names", "dims", "linear", "added"})
-        out.update(dict.fromkeys(entry["names"].split(), _dims_rule(path, entry)))
+        _check(path, entry, {"names", "dims", "rule", "args", "linear", "joint", "added", "unless"})
+        rule = _function_rule(path, entry) if "rule" in entry else _dims_rule(path, entry)
+        out.update(dict.fromkeys(entry["names"].split(), rule))
     return out
 
 
@@ -80,6 +83,24 @@ def _check(path: Path, entry: Mapping[str, Any], known: set[str]) -> None:
             f"{path}: {entry['names']!r} has an unknown key {sorted(unknown)[0]!r}.",
             hint=f"Known: {', '.join(sorted(known))}.",
         )
+
+
+def _function_rule(path: Path, entry: Mapping[str, Any]) -> Rule:
+    functions = {n: f for m in (ops_shape, ops_index, ops_math) for n, f in vars(m).items() if inspect.isfunction(f)}
+    function = functions.get(entry["rule"])
+    if function is None or entry["rule"].startswith("_"):
+        near = difflib.get_close_matches(entry["rule"], functions, 1)
+        hint = f"Did you mean {near[0]!r}?" if near else ""
+        raise RuleError(f"{path}: {entry['names']!r}: there is no rule function {entry['rule']!r}.", hint=hint)
+    return Rule(
+        function,
+        tuple(entry.get("args", "").split()),
+        frozenset(entry.get("linear", "").split()),
+        frozenset(entry.get("joint", "").split()),
+        entry.get("added", ""),
+        origin=path.name,
+        unless=frozenset(entry.get("unless", "").split()),
+    )
 
 
 def _dims_rule(path: Path, entry: Mapping[str, Any]) -> Rule:

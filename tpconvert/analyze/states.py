@@ -135,8 +135,7 @@ def involved(flow: Flow, node: fx.Node) -> set[Term]:
 
 def rule_of(flow: Flow, node: fx.Node) -> Rule | None:
     """The rule of an op."""
-    op = node.meta["op"]
-    return flow.ax.rules.get(op) or flow.ax.rules.get(op.rstrip("_"))
+    return flow.ax.rule(node.meta["op"])
 
 
 def is_op(node: fx.Node) -> bool:

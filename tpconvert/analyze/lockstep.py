@@ -1,0 +1,94 @@
+"""The collectives as functions of the list of all ranks' values, differentiable, each with its own backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class _Ranks(torch.autograd.Function):
+    """A function of all ranks' values with its own backward over all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ctx.rule, ctx.like = backward, values
+        return tuple(forward(values))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *ctx.rule(grads)
+
+
+def reduce(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """reduce: sum forward, identity backward."""
+    return list(_Ranks.apply(lambda v: [sum(v[1:], v[0]).clone() for _ in v], lambda g: g, *values))  # type: ignore[no-untyped-call]
+
+
+def copy(values: list[torch.Tensor], span: tuple[int, int, int] | None = None) -> list[torch.Tensor]:
+    """copy: identity forward, sum backward (of one range of a dim)."""
+
+    def backward(grads: Any) -> list[torch.Tensor]:
+        total = sum(grads[1:], grads[0])
+        if span is None:
+            return [total for _ in grads]
+        out = [g.clone() for g in grads]
+        for g in out:
+            g.narrow(span[0], span[1], span[2] - span[1]).copy_(total.narrow(span[0], span[1], span[2] - span[1]))
+        return out
+
+    return list(_Ranks.apply(lambda v: [x.clone() for x in v], backward, *values))  # type: ignore[no-untyped-call]
+
+
+def copy_shared(values: list[torch.Tensor], rows: list[torch.Tensor], size: int) -> list[torch.Tensor]:
+    """copy of a parameter: the gradient of each entry is summed over the ranks that hold it."""
+
+    def backward(grads: Any) -> list[torch.Tensor]:
+        total = grads[0].new_zeros(size)
+        for g, r in zip(grads, rows, strict=True):
+            total.index_add_(0, r.reshape(-1), g.reshape(-1))
+        return [total[r] for r in rows]
+
+    return list(_Ranks.apply(lambda v: [x.clone() for x in v], backward, *values))  # type: ignore[no-untyped-call]
+
+
+def gather(values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor, int]]) -> list[torch.Tensor]:
+    """gather: parts joined forward, each rank's own part backward."""
+
+    def forward(parts: Any) -> Iterator[torch.Tensor]:
+        dim, _, size = indices[0]
+        shape = list(parts[0].shape)
+        shape[dim] = size
+        whole = parts[0].new_zeros(shape)
+        for part, (_, index, _) in zip(parts, indices, strict=True):
+            whole.index_copy_(dim, index, part)
+        return (whole.clone() for _ in parts)
+
+    def backward(grads: Any) -> list[torch.Tensor]:
+        return [g.index_select(dim, index) for g, (dim, index, _) in zip(grads, indices, strict=True)]
+
+    return list(_Ranks.apply(forward, backward, *values))  # type: ignore[no-untyped-call]
+
+
+def scatter(values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor, int]]) -> list[torch.Tensor]:
+    """scatter: each rank's own part forward, parts joined backward."""
+
+    def forward(wholes: Any) -> Iterator[torch.Tensor]:
+        return (v.index_select(dim, index) for v, (dim, index, _) in zip(wholes, indices, strict=True))
+
+    def backward(grads: Any) -> list[torch.Tensor]:
+        dim, _, size = indices[0]
+        shape = list(grads[0].shape)
+        shape[dim] = size
+        whole = grads[0].new_zeros(shape)
+        for grad, (_, index, _) in zip(grads, indices, strict=True):
+            whole.index_copy_(dim, index, grad)
+        return [whole.clone() for _ in grads]
+
+    return list(_Ranks.apply(forward, backward, *values))  # type: ignore[no-untyped-call]
+
+
+def zero_forward(value: torch.Tensor) -> torch.Tensor:
+    """once, on the other ranks: zeros forward, identity backward."""
+    return value - value.detach()
