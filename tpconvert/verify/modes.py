@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from tpconvert.analyze.capture import descending_into_functionals
 
 DROPOUTS = frozenset(
-    ["dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_", "native_dropout"]
+    f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_", "native_") for end in ("", "_")
 )
 
 
@@ -43,7 +43,8 @@ class Exact(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in DROPOUTS:
             self.rates.append(_rate(*args, **kwargs))
-            return args[0] if args else kwargs["input"]
+            kept = args[0] if args else kwargs["input"]
+            return (kept, torch.ones_like(kept, dtype=torch.bool)) if name == "native_dropout" else kept
         if name == "scaled_dot_product_attention":
             rate, kwargs, args = _without_dropout(args, kwargs)
             self.rates += [rate] if rate else []
@@ -69,7 +70,7 @@ def _without_dropout(args: Any, kwargs: dict[str, Any]) -> tuple[float, dict[str
 def _widen(value: Any) -> Any:
     if value is torch.float32:
         return torch.float64
-    if isinstance(value, str) and value == "torch.FloatTensor":
+    if value is torch.FloatTensor or (isinstance(value, str) and value == "torch.FloatTensor"):
         return "torch.DoubleTensor"
     return value
 
