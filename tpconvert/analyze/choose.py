@@ -24,6 +24,7 @@ from tpconvert.analyze.terms import Term, atoms, find, fraction, leaves
 
 TOKENS = 4096
 """The sequence length at which communication is weighed."""
+DEAR = "it would send more than it saves"
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +116,7 @@ def _candidates(ax: Axes, tp: int, rejected: dict[Term, str]) -> list[Candidate]
         if candidate.weight > 0:
             found.append(candidate)
         else:
-            rejected[atom] = "it would send more than it saves"
+            rejected[atom] = DEAR
     return found
 
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from tpconvert.analyze.axes import Axes
 from tpconvert.analyze.capture import Call
-from tpconvert.analyze.choose import Candidate, Choice
+from tpconvert.analyze.choose import DEAR, Candidate, Choice
 from tpconvert.analyze.edits import solve_edits
 from tpconvert.analyze.flow import Placed
 from tpconvert.analyze.patterns import Classifier
@@ -187,7 +187,8 @@ class Planner:
         """The reason of each dim in words, the first that says most."""
         reasons = []
         for i, term in enumerate(dims):
-            for atom in sorted(leaves(term), key=lambda a: -a.n):
+            # that cutting a factor would not pay says less than why the axis around it cannot be cut
+            for atom in sorted(leaves(term), key=lambda a: (self.choice.rejected.get(a) == DEAR, -a.n)):
                 why = ""
                 if self.choice.rejected.get(atom):
                     why = self.choice.rejected[atom]

@@ -1,0 +1,234 @@
+"""Which axes are cut, and what the rules and the user have to say about it."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests import hf_models
+from tests.analyze.test_flow import core, cut, planned
+from tests.models import MODELS
+from tests.zoo.frame import floats, seeded
+from tpconvert.analyze.choose import Candidate, _independent, shares
+from tpconvert.analyze.terms import V
+from tpconvert.planning import make_plan
+from tpconvert.spec.plan import Plan
+
+
+def axis(plan: Plan, parameter: str) -> tuple[str, int]:
+    """``(pattern, units)`` of the axis along which a parameter is cut."""
+    (found,) = [a for a in plan.axes if a.name == plan[parameter].axis]
+    return found.pattern, found.size
+
+
+def local(plan: Plan, parameter: str, tp: int) -> list[int]:
+    """How much of a parameter's cut dim each rank holds."""
+    return [plan[parameter].layout.local_size(rank, tp) for rank in range(tp)]
+
+
+# -- what is cut ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_heads_are_cut_rather_than_the_width_of_a_head(tp: int) -> None:
+    plan = planned(MODELS["attention"](), tp)
+    assert axis(plan, "core.q.weight") == ("attention", 12)
+    assert axis(plan, "core.o.weight") == ("attention", 12)
+
+
+def test_seven_units_are_dealt_four_and_three() -> None:
+    class Seven(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(width, 7), nn.Linear(7, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).relu())
+
+    plan = core(Seven)
+    assert local(plan, "core.up.weight", 2) == [4, 3]
+    assert local(plan, "core.down.weight", 2) == [4, 3]
+
+
+def test_halves_of_a_fused_weight_are_dealt_each_by_itself() -> None:
+    plan = planned(MODELS["fused_gated_mlp_odd"](), 2)
+    layout = plan["core.gate_up.weight"].layout
+    assert layout.pieces(0, 2) == [(0, 14), (27, 41)]
+    assert layout.pieces(1, 2) == [(14, 27), (41, 54)]
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(2, [1, 1]), (4, [1, 1, 1, 1])])
+def test_with_more_ranks_than_key_heads_each_holds_a_whole_one(tp: int, heads: list[int]) -> None:
+    plan = planned(MODELS["gqa_few"](), tp)
+    assert local(plan, "core.k.weight", tp) == [5 * n for n in heads]
+    queries = [i for r in range(tp) for a, b in plan["core.q.weight"].layout.pieces(r, tp) for i in range(a, b)]
+    assert queries == list(range(plan["core.q.weight"].shape[0]))
+
+
+def test_a_degree_that_key_heads_cannot_share_leaves_them_whole_with_the_numbers() -> None:
+    plan = planned(MODELS["gqa_few"](), 3)
+    assert not {"core.k.weight", "core.v.weight"} & cut(plan)
+    assert "its 2 units cannot be dealt to 3 ranks" in plan["core.k.weight"].reason
+
+
+def test_vocabularies_are_cut_and_position_tables_are_whole() -> None:
+    plan = planned(hf_models.build("gpt2"))
+    assert plan["transformer.wte.weight"].pattern == "vocabulary"
+    assert not plan["transformer.wpe.weight"].layout.cut
+    assert "the rules leave positions whole" in plan["transformer.wpe.weight"].reason
+
+
+def test_a_norm_over_the_cut_width_keeps_it_whole_and_says_where() -> None:
+    plan = planned(MODELS["width_norm"]())
+    assert not {"core.q.weight", "core.k.weight"} & cut(plan)
+    assert "takes its statistics over this dim (in core.q_norm)" in plan["core.q.weight"].reason
+
+
+def test_what_the_forward_does_not_use_is_whole() -> None:
+    class Spare(nn.Linear):
+        def __init__(self, width: int) -> None:
+            super().__init__(width, width)
+            self.spare = nn.Linear(3, 5)
+
+    plan = core(Spare)
+    assert plan["core.spare.weight"].reason == "whole: the traced forward does not use it"
+
+
+def test_an_expert_that_gets_no_token_is_cut_as_its_siblings_are() -> None:
+    plan = make_plan(*MODELS["topk_moe_idle"](), tp=2)
+    idle = [v for v in plan.verdicts if "its sibling" in v.reason]
+    assert idle
+    for v in idle:
+        role = v.name.split(".", 3)[-1]
+        assert {w.layout for w in plan.verdicts if w.name.startswith("core.experts.") and w.name.endswith(role)} == {
+            v.layout
+        }
+
+
+class TwoConflicts(nn.Module):
+    """A value that enters and leaves the region at once, beside a plain mlp."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.good, self.back = nn.Linear(width, 84), nn.Linear(84, width)
+        self.bad, self.down = nn.Linear(width, 28), nn.Linear(28, width)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.back(self.good(x).relu())
+        y = F.linear(self.bad(x).relu(), self.down.weight, self.bias)
+        return F.gelu(y) + self.bias
+
+
+def test_a_conflict_gives_up_only_the_axes_it_is_about() -> None:
+    plan = core(TwoConflicts)
+    assert {"core.good.weight", "core.back.weight"} <= cut(plan)
+    assert not {"core.bad.weight", "core.down.weight"} & cut(plan)
+    assert "whole value" in plan["core.down.weight"].reason or "added to a partial" in plan["core.down.weight"].reason
+
+
+# -- policy and overrides ------------------------------------------------------------------------------------------
+
+
+def with_rules(tmp_path: Path, text: str, name: str, tp: int) -> Plan:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return make_plan(*MODELS[name](), tp=tp, rules=[path])
+
+
+def test_a_rules_file_can_forbid_a_pattern(tmp_path: Path) -> None:
+    text = '[[pattern]]\nname = "mine"\nfeatures = ["row", "columns", "gate"]\ncut = false\n'
+    plan = with_rules(tmp_path, text, "gated_mlp", 2)
+    assert not any(n.startswith("core") for n in cut(plan))
+    assert "the rules leave mine whole" in plan["core.gate.weight"].reason
+    assert "head.weight" in cut(plan)
+
+
+@pytest.mark.parametrize(("tp", "whole"), [(2, True), (5, False), (7, False)])
+def test_a_rules_file_can_ask_for_even_parts(tmp_path: Path, tp: int, whole: bool) -> None:
+    text = '[[pattern]]\nname = "even"\nfeatures = ["row", "column"]\nuneven = false\n'
+    plan = with_rules(tmp_path, text, "mlp_odd", tp)  # 35 units
+    assert ("0.weight" not in cut(plan)) is whole
+    if whole:
+        assert "the rules cut even evenly only, and 35 % 2 = 1" in plan["0.weight"].reason
+
+
+def test_a_rules_file_can_name_a_pattern(tmp_path: Path) -> None:
+    text = '[[pattern]]\nname = "twins"\nfeatures = ["row", "columns"]\n'
+    assert with_rules(tmp_path, text, "gated_mlp", 2)["core.up.weight"].pattern == "twins"
+
+
+def test_a_rules_file_can_teach_an_op(tmp_path: Path) -> None:
+    text = '[[op]]\nnames = "fft_fft"\ndims = "input: ... n! -> ... n"\n'
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(22, 84), nn.Linear(84, 22)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.fft.fft(self.up(x).transpose(1, 2)).real
+            return self.down(y.transpose(1, 2))
+
+    built = seeded(Waves), {"x": floats(3, 7, 22)}
+    assert "up.weight" not in cut(make_plan(*built, tp=2))
+    assert {"up.weight", "down.weight"} <= cut(make_plan(*built, tp=2, rules=[path]))
+
+
+@pytest.mark.parametrize("pattern", ["core.up.weight", "core.up", "*.up.*", "core"])
+def test_an_override_keeps_the_whole_axis_of_what_it_names(pattern: str) -> None:
+    plan = planned(MODELS["gated_mlp"](), overrides=[f"{pattern}=whole"])
+    assert not any(n.startswith("core") for n in cut(plan))
+    assert "the user keeps a parameter of this axis whole" in plan["core.gate.weight"].reason
+    assert "head.weight" in cut(plan)
+
+
+def test_an_override_of_a_tied_name_keeps_both() -> None:
+    plan = planned(hf_models.build("llama_tied_bias"), overrides=["lm_head=whole"])
+    assert not {"lm_head.weight", "model.embed_tokens.weight"} & cut(plan)
+
+
+# -- the search ----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 7).flatmap(
+        lambda n: st.tuples(
+            st.lists(st.integers(1, 50), min_size=n, max_size=n),
+            st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=10),
+        )
+    )
+)
+def test_the_heaviest_set_without_exclusions_is_found(case: tuple[list[int], list[tuple[int, int]]]) -> None:
+    weights, pairs = case
+    candidates = [Candidate(V(2), weight=w) for w in weights]
+    edges: dict[Candidate, set[Candidate]] = {c: set() for c in candidates}
+    for i, j in pairs:
+        if i != j:
+            edges[candidates[i]].add(candidates[j])
+            edges[candidates[j]].add(candidates[i])
+    found = _independent(set(candidates), edges)
+    assert not any(edges[c] & found for c in found)
+    best = max(
+        sum(w for w, keep in zip(weights, picks, strict=True) if keep)
+        for picks in product([False, True], repeat=len(weights))
+        if not any(picks[i] and picks[j] for i, j in pairs if i != j)
+    )
+    assert sum(c.weight for c in found) == best
+
+
+def test_ranks_are_shared_out_outer_units_first() -> None:
+    kv, rep = V(2), V(6)
+    candidate = Candidate(kv, (rep,))
+    assert shares(candidate, 2) == {kv: (2, 1)}
+    assert shares(candidate, 4) == {kv: (2, 2), rep: (2, 1)}
