@@ -130,6 +130,16 @@ def test_an_op_of_no_special_shape_has_no_largest_result() -> None:
     assert largest("repeat_interleave", (torch.zeros(3, 2), torch.ones(3)), {}).shape == (6,)
 
 
+def test_a_result_made_up_for_an_op_is_differentiable_as_the_ops_own_would_be() -> None:
+    def pick(self, ids):
+        rows = self.weight[self.weight > 0]
+        places = (self.weight > 0).nonzero()
+        rows.mul_(2.0)
+        return rows.requires_grad, places.requires_grad
+
+    assert asked(pick, ids=IDS)[0] == [(True, False)]
+
+
 def test_only_modules_without_values_need_shadows() -> None:
     assert needs_shadow(Asks(None))
     assert not needs_shadow(nn.Linear(2, 2))

@@ -122,6 +122,7 @@ class Shadow:
             out = self.on_meta(func, name, meta_args, meta_kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
             out = self.without_meta(recorder, func, name, meta_args, meta_kwargs, shadow)
+            out = differentiable(out, (meta_args, meta_kwargs))
         self.remember(out, shadow, name, meta_args)
         return out
 
@@ -255,6 +256,20 @@ class _Scalars(TorchDispatchMode):
             self.shadow.note(self.recorder, "a scalar whose value is not known: taken as 1")
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))
+
+
+def differentiable(out: Any, operands: Any) -> Any:
+    """Results made up in place of an op's, differentiable where the op's would be."""
+    given = list(tensors_below(operands))
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
+        return out
+
+    def up(x: Any) -> Any:
+        made_up = isinstance(x, torch.Tensor) and x.is_floating_point() and not x.requires_grad
+        made_up = made_up and not any(x is t for t in given)
+        return x.requires_grad_(True).clone() if made_up else x  # no leaf, or writing into it would fail
+
+    return _map(up, out)
 
 
 def largest(name: str, args: Any, kwargs: Any) -> Any:
