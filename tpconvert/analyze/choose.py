@@ -107,7 +107,7 @@ def _candidates(ax: Axes, tp: int, rejected: dict[Term, str]) -> list[Candidate]
         inner = inner_atom(ax, atom)
         candidate.inner = (inner,) if inner is not None else ()
         if not dealable(candidate, tp):
-            rejected[atom] = f"its {atom.n} units cannot be dealt to {tp} ranks"
+            rejected[atom] = f"its {atom.n} units cannot be dealt to {tp} ranks ({degrees(candidate)} would do)"
             continue
         if coarse := _grain(ax, candidate, tp):
             rejected[atom] = coarse
@@ -118,6 +118,14 @@ def _candidates(ax: Axes, tp: int, rejected: dict[Term, str]) -> list[Candidate]
         else:
             rejected[atom] = DEAR
     return found
+
+
+def degrees(candidate: Candidate) -> str:
+    """The degrees an axis can be cut at, in words."""
+    n = candidate.atom.n
+    if not candidate.inner or candidate.inner[0].n < 2:
+        return f"tp up to {n}"
+    return f"tp up to {n}, or a multiple of {n} up to {n * candidate.inner[0].n},"
 
 
 def dealable(candidate: Candidate, tp: int) -> bool:
