@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.zoo.frame import floats, seeded
+from tests.verify.own import Grouped
+from tests.zoo.frame import floats, framed, seeded
 
 
 def mlp():
@@ -59,6 +60,11 @@ def detached():
 def not_a_number():
     """One entry of the output is no number, in the whole model too."""
     return after(lambda y: torch.where(torch.arange(12) == 3, y * float("nan"), y))
+
+
+def grouped():
+    """An attribute that counts something cut."""
+    return framed(Grouped)
 
 
 def whole():

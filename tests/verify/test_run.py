@@ -230,6 +230,22 @@ def test_emulation_finds_a_plan_that_its_graph_does_not_ask_for(llama, tmp_path)
     assert "model.layers.1.input_layernorm.weight: " in result.stderr and "summed over ranks" in result.stderr
 
 
+@pytest.mark.parametrize("kind", ["reduce", "copy", "gather"])
+def test_emulation_finds_a_collective_that_is_missing(llama, tmp_path, kind):
+    result = verify(llama, "--plan", tampered(tmp_path, llama, without(kind)), "--emulate")
+    assert result.exit_code == 1
+    assert f"worst boundary {kind} at the " in result.stdout.splitlines()[-1]
+
+
+def test_emulation_finds_an_edit_that_is_missing(tmp_path):
+    def change(data):
+        data["edits"] = data["edits"][1:]
+
+    plan = tampered(tmp_path, name_of("grouped"), change)
+    result = verify(name_of("grouped"), "--plan", plan, "--emulate")
+    assert result.exit_code == 1 and "worst edit groups of core," in result.stdout
+
+
 def test_a_twin_is_verified_and_said_to_be_one(llama):
     result = verify(llama, "--tp", 2, "--twin")
     assert result.exit_code == 0, result.output

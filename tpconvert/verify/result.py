@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ class Check:
 
     kind: str
     """``output``, ``loss``, ``gradient``, ``gradient norm``, ``after 2 steps``, ``dropout rates``, ``replicas``,
-    ``bytes``, ``op``."""
+    ``bytes``, ``op``, ``boundary``, ``edit``."""
     name: str
     error: float
     bound: float
@@ -93,14 +94,19 @@ class Result:
             "bound_reason": self.tolerance.reason,
             "parted": self.parted,
             "notes": list(self.notes),
-            "checks": [
-                {"kind": c.kind, "mode": c.mode, "name": c.name, "error": c.error, "bound": c.bound, "equal": c.equal}
-                for c in self.worst()
-            ],
+            "checks": [_check(c) for c in self.worst()],
         }
 
 
+def _check(c: Check) -> dict[str, Any]:
+    """One check; JSON has no infinity, so an error that is none, or no number, is null."""
+    error = c.error if math.isfinite(c.error) else None
+    return {"kind": c.kind, "mode": c.mode, "name": c.name, "error": error, "bound": c.bound, "equal": c.equal}
+
+
 def _plural(kind: str) -> str:
+    if kind == "boundary":
+        return "boundaries"
     return f"{kind}es" if kind.endswith("ss") else kind if kind.endswith("s") else f"{kind}s"
 
 

@@ -28,6 +28,7 @@ from tpconvert.planning.reproduce import reproduce
 from tpconvert.source import Source
 from tpconvert.source.blame import blaming
 from tpconvert.spec.plan import Plan
+from tpconvert.verify.asked import compare_asked
 from tpconvert.verify.checks import call, compare_on_rank, precision
 from tpconvert.verify.modes import Exact, perturb
 from tpconvert.verify.result import BYTES, FLOAT32, FLOAT64, Check, Result
@@ -137,7 +138,7 @@ def verify_emulated(source: Source, plan: Plan) -> Result:
 def emulate_module(module: nn.Module, inputs: Any, plan: Plan, seed: int = 0) -> Result:
     """As :func:`verify_emulated`, for a real module, which is perturbed in place.
 
-    The axes are found anew in the recorded graph and must give the very layouts of the plan.
+    The axes are found anew in the recorded graph and must give the very layouts, collectives and edits of the plan.
     """
     perturb(module, seed)
     tolerance, inputs = precision(module, inputs)
@@ -147,8 +148,9 @@ def emulate_module(module: nn.Module, inputs: Any, plan: Plan, seed: int = 0) ->
         trace = capture(module, inputs, values=True)
         found = reproduce(trace, plan)
         emulation = found.emulate()
+        checks = compare_asked(module, inputs, trace, found, plan)
     bound = tolerance.bound
-    checks = [Check("op", f"{d.name} in {d.module or 'the model'}", d.error, bound, "eval") for d in emulation.forward]
+    checks += [Check("op", f"{d.name} in {d.module or 'the model'}", d.error, bound, "eval") for d in emulation.forward]
     checks += [Check("output", d.name, d.error, bound, "eval") for d in emulation.outputs]
     checks += [Check("gradient", d.name, d.error, bound, "eval") for d in emulation.gradients]
     parted = next((d.module for d in emulation.forward if not d.error <= bound), "")

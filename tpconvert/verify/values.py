@@ -50,7 +50,8 @@ def floats(tree: Any, dtype: torch.dtype) -> Any:
     if isinstance(tree, Mapping):
         return {k: floats(v, dtype) for k, v in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(floats(v, dtype) for v in tree)
+        items = [floats(v, dtype) for v in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree
 
 
