@@ -337,7 +337,7 @@ FAULTS: dict[str, Fault] = {
     "a copy's span one too long": Fault("latent_attention", turn("copy", "core.kv_a", span=(15, 20))),
     "the router's copy dropped": Fault("soft_moe", drop("copy", "core.router")),
     "one expert's copy dropped": Fault("soft_moe", drop("copy", "core.experts.2")),
-    "a copy dropped in a rewritten forward": Fault("stacked_moe", rewritten("copy", identity)),
+    "a copy dropped in a rewritten forward": Fault("inline", rewritten("copy", identity)),
     # reduces
     "a reduce dropped": Fault("gated_mlp_bias", drop("reduce", DOWN)),
     "a reduce twice": Fault("gated_mlp_bias", double("reduce", DOWN)),
@@ -345,8 +345,8 @@ FAULTS: dict[str, Fault] = {
         "gated_mlp_bias", turn("reduce", DOWN, module="head", side="input", slots=("args.0",))
     ),
     "one expert reduced twice": Fault("soft_moe", add(Boundary("reduce", "core.experts.1.down", "output", ("",)))),
-    "the shared expert's reduce dropped": Fault("stacked_moe", drop("reduce", "core.shared.down")),
-    "a reduce dropped in a rewritten forward": Fault("stacked_moe", rewritten("reduce", identity)),
+    "the first of two reduces dropped": Fault("mlp_tied_pair", drop("reduce", "core.a.2")),
+    "a reduce dropped in a rewritten forward": Fault("inline", rewritten("reduce", identity)),
     "the embedding's reduce dropped": Fault("vocab_odd", disturb=attribute("embed", tp_sums=False)),
     "a convolution's reduce dropped": Fault("conv_mixer", drop("reduce", "mix")),
     "a reduce that sums its gradient too": Fault("gated_mlp", patch=(f"{COLLECTIVES}._Reduce", Summing)),

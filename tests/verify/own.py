@@ -55,6 +55,19 @@ class Shares(nn.Module):
         return self.down(F.gelu(self.up(x)) * self.weights())
 
 
+class Inline(nn.Module):
+    """A norm that is used whole too, and a tanh after the second matrix: the collectives lie inside the forward."""
+
+    def __init__(self, width: int, ffn: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(ffn, width) * width**-0.5)
+        self.down = nn.Parameter(torch.randn(width, ffn) * ffn**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.layer_norm(x, x.shape[-1:])
+        return torch.tanh(F.linear(F.gelu(F.linear(h, self.up)), self.down)) * h
+
+
 class HandNorm(nn.Module):
     """A norm of the hidden features, written out: over a cut width it still runs."""
 
@@ -96,6 +109,7 @@ OWN = {
     "grouped": lambda: framed(Grouped),
     "sliced": lambda: framed(Sliced, FFN),
     "shares": lambda: framed(Shares, FFN),
+    "inline": lambda: framed(Inline, FFN),
     "hand_norm": lambda: framed(HandNorm, FFN),
     "frozen": lambda: framed(Frozen, FFN),
     "dropping": lambda: framed(Dropping, FFN),
