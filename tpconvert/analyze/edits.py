@@ -207,7 +207,7 @@ class _Solver:
         return {*self.flow.cut_atoms, *self.nested}
 
 
-SHAPES = frozenset(["view", "reshape", "expand", "flatten", "unflatten", "zeros", "ones", "empty", "full"])
+SHAPES = frozenset(["view", "reshape", "expand", "flatten", "unflatten", "zeros", "ones", "empty"])
 """Ops whose every integer is a size: one that is no site there is whole."""
 
 

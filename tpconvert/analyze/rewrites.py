@@ -258,6 +258,8 @@ class _Writer:
         """An integer made from shapes is made from them again; one made from attributes alone stays what it was."""
         if not _reads_shape(expr):
             return value
+        if expr[0] == "dim" and expr[1] in self.flow.cut and leaves(self.ax.of(expr[1])[expr[2]]) & self.flow.cut_atoms:
+            return expr[1].meta["shape"][expr[2]]  # the whole size: where a part is meant, the op's sizes say so
         if expr[0] == "dim":
             if expr[1] not in self.names and expr[1].meta["op"] != "parameter":
                 raise UnsupportedError("its forward uses a size of a tensor it was not given")

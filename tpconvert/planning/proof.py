@@ -18,7 +18,7 @@ from tpconvert.analyze.shadow import Shadow, needs_shadow
 from tpconvert.errors import SourceError
 from tpconvert.parallel import parallelize
 from tpconvert.parallel.mesh import dry_mesh
-from tpconvert.planning.training import own_ops
+from tpconvert.planning.training import constants, own_ops
 from tpconvert.spec.plan import Plan
 
 
@@ -77,7 +77,8 @@ def _compare(
                 other = next((o for o in at if o.meta["op"] == node.meta["op"]), None)
                 if other is None:
                     break  # data took another path; the values proof decides
-                if (why := _differs(node, other, choice, rank, by_data)) is not None:
+                why = _differs(node, other, choice, rank, by_data) or _reads_differ(node, other, choice, rank, by_data)
+                if why is not None:
                     faults.setdefault(path, Fault(path, why))
                     break
     for call, other in _paired_calls(trace, found):
@@ -114,6 +115,22 @@ def _differs(
     if shapes[0] == want:
         return None
     return f"{node.meta['op']} gives {list(shapes[0])} on rank {rank} where the plan needs {list(want)}"
+
+
+def _reads_differ(node: fx.Node, other: fx.Node, choice: Choice, rank: int, by_data: set[fx.Node]) -> str | None:
+    """A number an op is given that counts the rank's part though it is no size: shapes are right and values wrong.
+
+    Numbers read from data are left to the values proof: dry values are not the whole model's.
+    """
+    if node in by_data or (node.meta["call"] is not None and node.meta["call"].asked):
+        return None
+    sites = {s.path for s in choice.flow.ax.sites.get(node, ())}
+    mine, theirs = constants((node.args, dict(node.kwargs))), constants((other.args, dict(other.kwargs)))
+    for path, value in mine.items():
+        here = theirs.get(path)
+        if path not in sites and isinstance(value, int | float) and isinstance(here, int | float) and here != value:
+            return f"{node.meta['op']} is given {here} on rank {rank} where the whole model gives {value}"
+    return None
 
 
 def _is_ours(module: nn.Module) -> bool:

@@ -103,20 +103,21 @@ def _difference(a: list[fx.Node], b: list[fx.Node]) -> dict[Any, Any] | None:
         return None
     out: dict[Any, Any] = {}
     for number, (x, y) in enumerate(zip(a, b, strict=True)):
-        mine, theirs = _constants((x.args, dict(x.kwargs))), _constants((y.args, dict(y.kwargs)))
+        mine, theirs = constants((x.args, dict(x.kwargs))), constants((y.args, dict(y.kwargs)))
         if mine.keys() != theirs.keys():
             return None
         out |= {(number, path): theirs[path] for path in mine if mine[path] != theirs[path]}
     return out
 
 
-def _constants(tree: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+def constants(tree: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    """The leaves of arguments that are no tensors, by path."""
     if isinstance(tree, fx.Node):
         return {}
     if isinstance(tree, tuple | list):
-        return {k: v for i, t in enumerate(tree) for k, v in _constants(t, (*path, i)).items()}
+        return {k: v for i, t in enumerate(tree) for k, v in constants(t, (*path, i)).items()}
     if isinstance(tree, dict):
-        return {k: v for i, t in tree.items() for k, v in _constants(t, (*path, i)).items()}
+        return {k: v for i, t in tree.items() for k, v in constants(t, (*path, i)).items()}
     if isinstance(tree, slice):
-        return {k: v for i in ("start", "stop", "step") for k, v in _constants(getattr(tree, i), (*path, i)).items()}
+        return {k: v for i in ("start", "stop", "step") for k, v in constants(getattr(tree, i), (*path, i)).items()}
     return {path: tree}
