@@ -6,8 +6,7 @@ from tests.hf_models import CASES
 from tests.models import MODELS
 from tests.verify.frame import planned, proved
 
-UNCUT = {("uncuttable", 2), ("topk_moe", 2), ("topk_moe", 4), ("topk_moe_idle", 2), ("bart", 2), ("bart", 4)}
-UNCUT |= {("qwen3_moe_loop", 3)}
+UNCUT = {("uncuttable", 2), ("qwen3_moe_loop", 3)}
 """Models and degrees at which everything may stay whole.  All others are cut, or equality would prove nothing."""
 
 FOUR = [

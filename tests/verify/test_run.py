@@ -294,11 +294,11 @@ def test_threads_used_before_do_not_stop_the_ranks():
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_the_command(how):
+def test_no_rank_outlives_the_command(how, tmp_path):
     code = "from tpconvert.cli import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "verify", name_of("waiting"), "--tp", "2"],
-        env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     ranks = []
     deadline = time.monotonic() + 60
