@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from tpconvert.analyze.capture import Trace
-from tpconvert.analyze.terms import P, Term, UnalignedError, V, cut, find, leaves, products, unify
+from tpconvert.analyze.terms import P, Term, UnalignedError, V, atoms, cut, find, leaves, products, unify
 
 Dims = list[Term]
 
@@ -137,6 +137,24 @@ class Axes:
                 self.unify(terms[0], other, node)
             out.append(terms[0] if terms and shape[-i] != 1 else V(shape[-i]))
         return out[::-1]
+
+    def period(self, term: Term) -> Term | None:
+        """A dim without the outer factors that come from the inputs' sizes (a batch); None where one is left inside.
+
+        What is dealt is the period: (batch x heads) is dealt as heads, again for each row of the batch.
+        """
+        factors = atoms(term)
+        while factors and leaves(factors[0]) <= self.input_atoms:
+            factors = factors[1:]
+        if any(leaves(f) & self.input_atoms for f in factors):
+            return None
+        return P(*factors) if factors else V(1)
+
+    @property
+    def input_atoms(self) -> set[Term]:
+        """The atoms of the dims of the model's inputs."""
+        inputs = [n for n in self.trace.nodes if n.meta["op"] == "input"]
+        return set().union(*(leaves(t) for n in inputs for t in self.of(n)))
 
     def opaque(self, node: fx.Node, why: str) -> Any:
         """Block every dim of every operand and result: right for any op, at the cost of coverage."""

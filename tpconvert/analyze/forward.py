@@ -71,6 +71,15 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
     return bool(stale)
 
 
+def check_periods(flow: Flow, node: fx.Node) -> None:
+    """Refuse to gather or scatter a dim in which a size of the inputs stands inside what is cut."""
+    for term in flow.ax.of(node):
+        if leaves(term) & flow.cut_atoms and flow.ax.period(term) is None:
+            raise ConflictError(
+                flow.atoms(node), node, "a size of the inputs stands inside the cut dim, so no plan fits all sizes"
+            )
+
+
 def make_local(flow: Flow) -> bool:
     """Find an expand or a constant fill whose new dim meets cut values further on; True when one was found."""
     found = False
@@ -252,6 +261,7 @@ def gather_outputs(flow: Flow, hosts: Hosts) -> bool:
             raise ConflictError(flow.atoms(node), node, "it reaches the model's output where no module returns it")
         if len([t for t in flow.ax.of(start) if leaves(t) & flow.cut_atoms]) != 1:
             raise ConflictError(flow.atoms(node), node, "it reaches the model's output in two dims")
+        check_periods(flow, start)
         flow.gathered[start] = Placed("gather", start, host, host.call)
         flow.reduced.clear()
         flow.made.clear()
@@ -294,6 +304,7 @@ def scatter_wholes(flow: Flow, hosts: Hosts) -> None:
         }
         if not wanted:
             continue
+        check_periods(flow, node)
         covered, left = hosts.covering(node, wanted, set(users) - wanted)
         flow.scatters += [Placed("scatter", node, host, host.call) for host, _ in covered]
         for call in dict.fromkeys(u.meta["call"] for u in left):

@@ -240,7 +240,7 @@ class Planner:
         if placed.kind in ("gather", "scatter"):
             dims = self.ax.of(node)
             dim = next(i for i, t in enumerate(dims) if leaves(t) & self.flow.cut_atoms)
-            return replace(base, dim=dim, blocks=blocks(dims[dim], self.chosen))
+            return replace(base, dim=dim, blocks=blocks(self.ax.period(dims[dim]) or dims[dim], self.chosen))
         if placed.span is not None:
             return replace(base, dim=placed.span[0], span=placed.span[1:])
         return base

@@ -155,7 +155,8 @@ class _Writer:
             if p.kind in ("gather", "scatter"):
                 dims = self.ax.of(node)
                 dim = next(i for i, t in enumerate(dims) if leaves(t) & self.flow.cut_atoms)
-                fields = {"dim": dim, "blocks": [b.to_json() for b in blocks(dims[dim], self.chosen)]}
+                dealt = self.ax.period(dims[dim]) or dims[dim]
+                fields = {"dim": dim, "blocks": [b.to_json() for b in blocks(dealt, self.chosen)]}
             elif p.span is not None:
                 fields = {"dim": p.span[0], "span": list(p.span[1:])}
             name = self.add(p.kind, args=[{"$": self.name(node)}], **fields)
@@ -198,7 +199,7 @@ class _Writer:
         def encode(tree: Any, path: tuple[Any, ...]) -> Any:
             if path in local and isinstance(tree, int) and tree != -1:
                 site = local[path]
-                value = self.local(site.term, site.term.n)
+                value = self.site(site.term, tree)
                 return (
                     value if site.sign == 1 else {"$": self.add("call", target="operator.neg", args=[value], kwargs={})}
                 )
@@ -224,6 +225,25 @@ class _Writer:
 
         args = [encode(a, (0, i)) for i, a in enumerate(node.args)]
         return args, {k: encode(v, (1, k)) for k, v in node.kwargs.items()}
+
+    def site(self, term: Term, value: int) -> Any:
+        """A term's local size for any size of the inputs: ``batch * heads`` is ``batch * heads // whole * local``."""
+        period = self.ax.period(term)
+        if period is None:
+            raise UnsupportedError("a size of the inputs stands inside a cut dim")
+        here = self.local(period, period.n)
+        if period.n == term.n:
+            return here
+        if not isinstance(value, Int) or not _reads_shape(value.expression):
+            raise UnsupportedError("the size of its inputs is a literal in its forward")
+        if _reads_cut(value.expression, self.flow):
+            if value.expression[0] != "dim":
+                raise UnsupportedError("a size in its forward is made of a cut dim and a size of its inputs")
+            return self.size(value.expression, int(value))
+        outer = self.add(
+            "call", target="operator.floordiv", args=[self.size(value.expression, int(value)), period.n], kwargs={}
+        )
+        return {"$": self.add("call", target="operator.mul", args=[{"$": outer}, here], kwargs={})}
 
     def local(self, term: Term, whole: int) -> dict[str, Any]:
         """An entry for the local size of a term."""
@@ -278,6 +298,15 @@ def _dtype_source(node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 def _reads_shape(expr: Any) -> bool:
     return isinstance(expr, tuple) and (expr[0] == "dim" or any(_reads_shape(e) for e in expr[1:]))
+
+
+def _reads_cut(expr: Any, flow: Flow) -> bool:
+    """Whether an expression reads a dim that is smaller on a rank."""
+    if not isinstance(expr, tuple):
+        return False
+    if expr[0] == "dim":
+        return expr[1] in flow.cut and bool(leaves(flow.ax.of(expr[1])[expr[2]]) & flow.cut_atoms)
+    return any(_reads_cut(e, flow) for e in expr[1:])
 
 
 def _whole(expr: Any, ax: Any) -> int:

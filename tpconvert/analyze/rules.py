@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpconvert.analyze import ops_index, ops_math, ops_shape
+from tpconvert.analyze import ops_index, ops_math, ops_shape, ops_space
 from tpconvert.analyze.axes import Axes, Dims, Rule, nodes_in, tensors
 from tpconvert.analyze.terms import Term, V
 from tpconvert.errors import RuleError
@@ -69,10 +69,18 @@ def read_rules(path: Path) -> dict[str, Rule]:
         )
         out.update(dict.fromkeys(entry["names"].split(), rule))
     for entry in data.get("op", ()):
-        _check(path, entry, {"names", "dims", "rule", "args", "linear", "joint", "added", "unless"})
-        rule = _function_rule(path, entry) if "rule" in entry else _dims_rule(path, entry)
+        _check(path, entry, {"names", "dims", "rule", "args", "linear", "joint", "added", "unless", "whole"})
+        rule = _rule(path, entry)
         out.update(dict.fromkeys(entry["names"].split(), rule))
     return out
+
+
+def _rule(path: Path, entry: Mapping[str, Any]) -> Rule:
+    """The rule of an [[op]] entry, which says ``dims``, names a ``rule`` function, or why all stays ``whole``."""
+    if "whole" in entry:
+        why = str(entry["whole"])
+        return Rule(lambda ax, node, bound: ax.opaque(node, why), origin=path.name)
+    return _function_rule(path, entry) if "rule" in entry else _dims_rule(path, entry)
 
 
 def _check(path: Path, entry: Mapping[str, Any], known: set[str]) -> None:
@@ -85,8 +93,12 @@ def _check(path: Path, entry: Mapping[str, Any], known: set[str]) -> None:
         )
 
 
+OPS = (ops_shape, ops_index, ops_math, ops_space)
+"""Where rule functions are."""
+
+
 def _function_rule(path: Path, entry: Mapping[str, Any]) -> Rule:
-    functions = {n: f for m in (ops_shape, ops_index, ops_math) for n, f in vars(m).items() if inspect.isfunction(f)}
+    functions = {n: f for m in OPS for n, f in vars(m).items() if inspect.isfunction(f)}
     function = functions.get(entry["rule"])
     if function is None or entry["rule"].startswith("_"):
         near = difflib.get_close_matches(entry["rule"], functions, 1)

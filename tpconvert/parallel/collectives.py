@@ -7,7 +7,7 @@ changes the shape.  Eager code calls c10d; code being compiled uses functional c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from tpconvert.errors import PlanError
 from tpconvert.parallel.mesh import Mesh, Ranks
 from tpconvert.spec.layout import Block, Layout, Piece
 
@@ -101,12 +102,25 @@ def reduce(x: Tensor, mesh: Mesh) -> Tensor:
 
 def gather(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     """gather: parts joined along ``parts.dim`` forward, this rank's part backward."""
-    return x if mesh.degree == 1 else _Gather.apply(x, parts, mesh)
+    return x if mesh.degree == 1 else _by_period(_Gather, x, parts, parts.sizes[mesh.rank], mesh)
 
 
 def scatter(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     """scatter: this rank's part along ``parts.dim`` forward, parts joined backward."""
-    return x if mesh.degree == 1 else _Scatter.apply(x, parts, mesh)
+    return x if mesh.degree == 1 else _by_period(_Scatter, x, parts, parts.size, mesh)
+
+
+def _by_period(function: Any, x: Tensor, parts: Parts, period: int, mesh: Mesh) -> Tensor:
+    """Apply to each period of a dim that repeats the one dealt: heads, again for each row of a batch."""
+    dim = parts.dim % x.dim()
+    if x.shape[dim] == period:
+        return function.apply(x, parts, mesh)
+    if not period or x.shape[dim] % period:
+        raise PlanError(
+            f"A dim of {x.shape[dim]} is no multiple of the {period} that the plan deals.", hint="Plan again."
+        )
+    inner = replace(parts, dim=dim + 1)
+    return function.apply(x.unflatten(dim, (-1, period)), inner, mesh).flatten(dim, dim + 1)
 
 
 def once(x: Tensor, mesh: Mesh) -> Tensor:

@@ -18,6 +18,7 @@ from tpconvert.source.blame import told
 from tpconvert.spec.plan import Plan
 from tpconvert.verify.modes import Exact, loss_of, perturb, tensors_of
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
+from tpconvert.verify.sizes import other_size
 from tpconvert.verify.values import UNEQUAL, floats, form, largest, relative
 
 STEPS, RATE, SEED = 2, 1e-2, 0
@@ -108,6 +109,7 @@ class _Pair:
             module.eval()
         with torch.no_grad():
             self.outputs(self.run(self.whole), self.run(self.local), "no grad", bound=max(self.bound, LOOSE))
+        self.run_other_size()
         for mode in ("eval", "train"):
             buffers = [{n: b.clone() for n, b in m.named_buffers()} for m in (self.whole, self.local)]
             self.run_mode(mode)
@@ -115,6 +117,25 @@ class _Pair:
                 for module, kept in zip((self.whole, self.local), buffers, strict=True):
                     for n, b in module.named_buffers():
                         b.copy_(kept[n])
+
+    def run_other_size(self) -> None:
+        """Outputs for fewer rows and a shorter sequence than the plan was made with, where the model takes them."""
+        smaller = other_size(self.inputs)
+        if smaller is None:
+            return
+        kept, self.inputs = self.inputs, smaller
+        try:
+            with torch.no_grad(), Exact(self.widen):
+                try:
+                    whole = self.run(self.whole)
+                except Exception as error:
+                    self.note(
+                        f"Another batch size and length were not tried: the model does not take them ({told(error)})."
+                    )
+                    return
+                self.outputs(whole, self.run(self.local), "other size")
+        finally:
+            self.inputs = kept
 
     def run_mode(self, mode: str) -> None:
         """Outputs, loss and gradients in one mode, without dropout; but its rates must be the same."""
