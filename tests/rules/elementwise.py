@@ -119,6 +119,7 @@ def elementwise() -> dict[str, list[Case]]:
         "dropout_": [case(lambda x: F.dropout(x.clone(), 0.0, inplace=True), X)],
         "alpha_dropout": [case(lambda x: F.alpha_dropout(x, 0.0), X)],
         "feature_dropout": [case(lambda x: F.dropout1d(x, 0.0), Z)],
+        "feature_alpha_dropout": [case(lambda x: F.feature_alpha_dropout(x, 0.0), Z)],
         "native_dropout": [case(lambda x: torch.native_dropout(x, 0.0, True), X)],
     }
     return out

@@ -121,5 +121,42 @@ def space() -> dict[str, list[Case]]:
             case(lambda x: F.pad(x, (-1, 2)), Z),
             case(lambda x: F.pad(x, (1, -2)), Z),
         ],
+        "max_pool3d": [case(lambda x: F.max_pool3d(x, 2), (2, 3, 5, 7, 4))],
+        "avg_pool3d": [case(lambda x: F.avg_pool3d(x, 2), (2, 3, 5, 7, 4))],
+        "adaptive_avg_pool3d": [case(lambda x: F.adaptive_avg_pool3d(x, 2), (2, 3, 5, 7, 4))],
+        "upsample_nearest3d": [case(lambda x: F.interpolate(x, size=(6, 8, 5)), (2, 3, 5, 7, 4))],
+        "upsample_trilinear3d": [case(lambda x: F.interpolate(x, size=(6, 8, 5), mode="trilinear"), (2, 3, 5, 7, 4))],
+        "_upsample_bilinear2d_aa": [
+            case(lambda x: F.interpolate(x, size=(3, 4), mode="bilinear", antialias=True), (2, 3, 5, 7))
+        ],
+        "_upsample_bicubic2d_aa": [
+            case(lambda x: F.interpolate(x, size=(3, 4), mode="bicubic", antialias=True), (2, 3, 5, 7))
+        ],
+        "pixel_shuffle": [
+            case(lambda x: F.pixel_shuffle(x, 2), (2, 12, 5, 7)),
+            case(lambda x: F.pixel_shuffle(x, 3), (18, 5, 7)),
+        ],
+        "pixel_unshuffle": [case(lambda x: F.pixel_unshuffle(x, 2), (2, 3, 10, 6))],
+        "im2col": [
+            case(lambda x: F.unfold(x, (2, 3)), (2, 3, 5, 7)),
+            case(lambda x: F.unfold(x, 2, stride=2), (3, 5, 7)),
+        ],
+        "col2im": [case(lambda x: F.fold(x, (5, 7), (2, 3)), (2, 18, 20))],
+        "grid_sampler": [
+            case(lambda x, g: F.grid_sample(x, g, align_corners=False), (2, 3, 5, 7), (2, 11, 13, 2)),
+            case(lambda x, g: F.grid_sample(x, g, align_corners=True), (2, 3, 5, 7, 4), (2, 11, 13, 6, 3)),
+        ],
+        "diff": [
+            case(torch.diff, Z),
+            case(lambda x: x.diff(dim=1), Z),
+            case(lambda x: x.diff(2, 0), Z),
+            case(lambda x, y: x.diff(append=y), Z, (3, 5, 2)),
+        ],
+        "fft_fft": [case(lambda x: torch.fft.fft(x, dim=1), Z), case(torch.fft.fft, Z)],
+        "fft_ifft": [case(lambda x: torch.fft.ifft(x, dim=0).real, Z)],
+        "fft_rfft": [case(torch.fft.rfft, Z), case(lambda x: torch.fft.rfft(x, 4, 1), Z)],
+        "fft_irfft": [case(lambda x: torch.fft.irfft(torch.view_as_complex(x)), (3, 5, 7, 2))],
+        "fft_hfft": [case(lambda x: torch.fft.hfft(x, dim=1), Z)],
+        "fft_ihfft": [case(lambda x: torch.fft.ihfft(x, dim=1).real, Z)],
         "constant_pad_nd": [case(lambda x: torch.constant_pad_nd(x, (1, 2), 0.0), Z)],
     }

@@ -43,6 +43,22 @@ PRODUCTS: dict[str, list[Case]] = {
         case(lambda x, y: torch.einsum("i...,...j->...ij", x, y), X, (5, 7)),
         case(lambda x: torch.einsum("ijj->ij", x), (3, 5, 5)),
     ],
+    "tensordot": [
+        case(lambda x, y: torch.tensordot(x, y, 1), Z, (7, 11)),
+        case(torch.tensordot, (2, 5, 7), (5, 7, 11)),
+        case(lambda x, y: torch.tensordot(x, y, dims=([0, -1], [1, 0])), Z, (7, 3, 11)),
+    ],
+    "kron": [case(torch.kron, X, (2, 7)), case(torch.kron, (5,), X), case(torch.kron, (3, 1), (1, 5))],
+    "cosine_similarity": [
+        case(F.cosine_similarity, Z, Z),
+        case(lambda x, y: F.cosine_similarity(x, y, dim=-1), Z, (5, 7)),
+        case(lambda x, y: F.cosine_similarity(x, y, dim=0), Z, Z),
+        case(lambda x, y: F.cosine_similarity(x[:, None], y[None], dim=-1), X, (7, 5)),
+    ],
+    "pairwise_distance": [
+        case(F.pairwise_distance, Z, Z),
+        case(lambda x, y: F.pairwise_distance(x, y, keepdim=True), X, X),
+    ],
     "outer": [case(torch.outer, (3,), (5,))],
     "ger": [case(torch.ger, (3,), (5,))],
     "scaled_dot_product_attention": [

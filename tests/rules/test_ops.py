@@ -16,9 +16,16 @@ import torch.nn.functional as F
 from tests.rules.cases import CASES, SPELLINGS
 from tests.rules.one import Case, agrees, analyse, case, flow_of, free_dims, parameter_atoms, shared_sum
 from tpconvert.analyze.axes import Rule
-from tpconvert.analyze.rules import POINTWISE, Rules, load_rules
+from tpconvert.analyze.rules import POINTWISE, Rules, load_rules, rules_folder
 
 RULES = load_rules()
+WHOLE = {
+    name: entry["whole"]
+    for entry in tomllib.loads((rules_folder() / "ops.toml").read_text())["op"]
+    if "whole" in entry
+    for name in entry["names"].split()
+}
+"""Ops that stay whole, and why."""
 FREE = tomllib.loads(Path(__file__).with_name("free.toml").read_text())
 EACH = [pytest.param(name, use, id=f"{name}-{i}") for name, uses in CASES.items() for i, use in enumerate(uses)]
 
@@ -30,7 +37,8 @@ def same(name: str, other: str) -> bool:
 
 
 def test_every_rule_has_a_case_or_is_another_spelling() -> None:
-    assert set(RULES) - set(CASES) - set(SPELLINGS) == {"_grouped_mm"}  # no kernel for float64
+    rest = set(RULES) - set(CASES) - set(SPELLINGS) - set(WHOLE)
+    assert rest == {"_grouped_mm"}  # no kernel for float64
     assert all(CASES.values())
     for name, other in SPELLINGS.items():
         assert same(name, other), name
@@ -128,11 +136,33 @@ def test_a_rule_that_calls_an_op_linear_which_is_not_is_caught(kind: str) -> Non
 
 
 def test_an_op_without_a_rule_blocks_everything_it_touches() -> None:
-    use = case(lambda x, y: torch.fft.rfft(x, dim=-1).abs() * y[:, :1], (3, 5), (3, 7))
+    use = case(lambda x, y: torch.linalg.svdvals(x) * y[:, 0], (3, 5), (3, 7))
     ax = analyse(use)
     assert not any(flow_of(ax, a) for a in parameter_atoms(ax) if a.n in (3, 5))
     reasons = [blocked.why for _, blocked in ax.blocks]
-    assert "fft_rfft: no rule for this op (add one with --rules)" in reasons
+    assert "linalg_svdvals: no rule for this op (add one with --rules)" in reasons
+
+
+def recurrent(kind: type[torch.nn.RNNBase]) -> Case:
+    """A recurrent layer that was made before it is captured."""
+    layer = kind(7, 11).double()
+    return case(lambda x: layer(x)[0], (5, 3, 7))
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("lstm", recurrent(torch.nn.LSTM)),
+        ("gru", recurrent(torch.nn.GRU)),
+        ("cross_entropy_loss", case(lambda x: F.cross_entropy(x, torch.tensor([1, 0, 2])), (3, 5))),
+        ("as_strided", case(lambda x: x.as_strided((3, 2), (5, 1)), (3, 5))),
+        ("masked_select", case(lambda x: x.masked_select(x > 0), (3, 5))),
+    ],
+)
+def test_an_op_that_must_stay_whole_says_why_in_its_own_words(name: str, use: Case) -> None:
+    ax = analyse(use)
+    assert free_dims(ax) == ""
+    assert f"{name}: {WHOLE[name]}" in {blocked.why for _, blocked in ax.blocks}
 
 
 def test_a_view_as_another_dtype_blocks() -> None:
