@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpconvert.analyze.axes import Axes, is_many, tensors
+from tpconvert.analyze.axes import Axes, is_many, stops_gradient, tensors
 from tpconvert.analyze.dealing import Deal
 from tpconvert.analyze.flow import Flow, Placed
 from tpconvert.analyze.forward import root_parameter
@@ -94,6 +94,8 @@ class Lockstep:
             self.env[node] = reduce(self.env[node])
         if node in self.flow.gathered:
             self.env[node] = gather(self.env[node], [self.indices(node, r) for r in self.ranks])
+        if stops_gradient(node):
+            self.env[node] = [v.detach() for v in self.env[node]]
         self.place(node)
 
     def start(self, node: fx.Node) -> None:

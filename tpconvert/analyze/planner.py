@@ -284,7 +284,8 @@ class Planner:
             verdicts.append(
                 replace(twin, name=v.name, tied_to=v.tied_to, reason=f"{twin.reason}; as {twin.name}, its sibling")
             )
-        return _with_moved(replace(plan, verdicts=tuple(verdicts)), moved)
+        known = {path for path, _ in self.module.named_modules(remove_duplicate=False)}
+        return _with_moved(replace(plan, verdicts=tuple(verdicts)), moved, known)
 
     def used_names(self) -> set[str]:
         """Names of parameters and buffers the forward used."""
@@ -296,17 +297,18 @@ class Planner:
         return out
 
 
-def _with_moved(plan: Plan, moved: dict[str, str]) -> Plan:
+def _with_moved(plan: Plan, moved: dict[str, str], known: set[str]) -> Plan:
     """The boundaries, edits and rewrites of a traced module, again for the sibling that was not."""
-    roots = {_roots(new, old) for new, old in moved.items()}
+    roots = {_roots(new, old) for new, old in moved.items() if new != old}
 
     def again(items: Iterable[Any]) -> list[Any]:
         out = []
         for item in items:
             out.append(item)
             for new, old in roots:
-                if item.module == old or item.module.startswith(f"{old}."):
-                    out.append(replace(item, module=new + item.module[len(old) :]))
+                module = new + item.module[len(old) :]
+                if (item.module == old or item.module.startswith(f"{old}.")) and module in known:
+                    out.append(replace(item, module=module))
         return out
 
     return replace(

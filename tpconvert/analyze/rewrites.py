@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.overrides import resolve_name
 
-from tpconvert.analyze.axes import is_many
+from tpconvert.analyze.axes import is_many, stops_gradient
 from tpconvert.analyze.capture import Call
 from tpconvert.analyze.emulate import is_local
 from tpconvert.analyze.flow import Flow, Placed
@@ -122,6 +122,8 @@ class _Writer:
         name = self.add("call", node.name, target=target, args=args, kwargs=kwargs)
         if node in self.flow.partial and node in self.ax.means:
             name = self.scaled(name, node)
+        if stops_gradient(node):
+            name = self.add("call", target="torch.Tensor.detach", args=[{"$": name}], kwargs={})
         if node.meta["op"] == "__setitem__":
             name = self.name(node.args[0])  # type: ignore[arg-type]
         self.names[node] = name
