@@ -166,22 +166,29 @@ def test_a_rules_file_can_name_a_pattern(tmp_path: Path) -> None:
 
 
 def test_a_rules_file_can_teach_an_op(tmp_path: Path) -> None:
-    text = '[[op]]\nnames = "fft_fft"\ndims = "input: ... n! -> ... n"\n'
+    text = '[[op]]\nnames = "cummax"\ndims = "input: ... n! -> ... n; ... n"\n'
     path = tmp_path / "mine.toml"
     path.write_text(text)
 
-    class Waves(nn.Module):
+    class Peaks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.up, self.down = nn.Linear(22, 84), nn.Linear(84, 22)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = torch.fft.fft(self.up(x).transpose(1, 2)).real
+            y, _ = torch.cummax(self.up(x).transpose(1, 2), -1)
             return self.down(y.transpose(1, 2))
 
-    built = seeded(Waves), {"x": floats(3, 7, 22)}
+    built = seeded(Peaks), {"x": floats(3, 7, 22)}
     assert "up.weight" not in cut(make_plan(*built, tp=2))
     assert {"up.weight", "down.weight"} <= cut(make_plan(*built, tp=2, rules=[path]))
+
+
+def test_a_rules_file_can_say_why_an_op_keeps_everything_whole(tmp_path: Path) -> None:
+    text = '[[op]]\nnames = "silu"\nwhole = "our kernel reads all of it"\n'
+    plan = with_rules(tmp_path, text, "gated_mlp", 2)
+    assert not any(n.startswith("core") for n in cut(plan))
+    assert "silu: our kernel reads all of it" in plan["core.gate.weight"].reason
 
 
 @pytest.mark.parametrize("pattern", ["core.up.weight", "core.up", "*.up.*", "core"])

@@ -140,6 +140,7 @@ def test_an_override_that_asks_for_something_unknown_says_what_is_known() -> Non
         ("[[op]]\nnames = 'x'\ndim = 'a -> a'\n", ["'x'", "unknown key 'dim'"]),
         ("[[op]]\nnames = 'x'\ndims = 'a, b'\n", ["'x'", "dims must look like"]),
         ("[[op]]\nnames = 'x'\ndims = 'a: i -> i'\nlinear = 'b'\n", ["'x'", "'b' is not one of its operands a"]),
+        ("[[op]]\nnames = 'x'\nrule = 'scater'\n", ["'x'", "no rule function 'scater'", "Did you mean 'scatter'?"]),
         ("[[pointwise]]\nnames = 'x'\nlines = 'a'\n", ["'x'", "unknown key 'lines'"]),
         ("[[pattern]]\nfeatures = []\n", ["no name"]),
         ("[[pattern]]\nname = 'x'\nfeatures = ['gated']\n", ["x: unknown feature 'gated'", "gate"]),
