@@ -76,29 +76,20 @@ def _candidate(ax: Axes, axis: Axis, plan: Plan) -> Candidate:
         common = here if common is None else common & here
     if not common:
         raise VerifyError(f"{axis.name}: no axis of {axis.size} runs through all its parameters in this model.")
-    found = min(common, key=lambda a: _mismatches(ax, a, plan))
-    inner = inner_atom(ax, found)
-    return Candidate(found, (inner,) if inner is not None else ())
+    return max((_with_inner(ax, atom) for atom in common), key=lambda c: _matches(ax, c, axis, plan))
 
 
-def _siblings(ax: Axes, plan: Plan, chosen: Sequence[Candidate]) -> list[Candidate]:
-    """The axes of modules that the plan treats as their siblings: other experts may get tokens here than did there."""
-    known = {a for c in chosen for a in (c.atom, *c.inner)}
-    out = []
-    for name, node in ax.trace.parameters.items():
-        layout = plan[name].layout
-        if layout.dim is None or known & leaves(ax.of(node)[layout.dim]):
-            continue
-        for atom in leaves(ax.of(node)[layout.dim]):
-            inner = inner_atom(ax, atom)
-            found = Candidate(atom, (inner,) if inner is not None else ())
-            if blocks(ax.of(node)[layout.dim], {atom, *found.inner}) == layout.blocks:
-                known |= {atom, *found.inner}
-                out.append(found)
-                break
-    return out
+def _with_inner(ax: Axes, atom: Term) -> Candidate:
+    inner = inner_atom(ax, atom)
+    return Candidate(atom, (inner,) if inner is not None else ())
 
 
-def _mismatches(ax: Axes, atom: Term, plan: Plan) -> int:
-    """How many of an atom's carriers the plan cuts along another dim."""
-    return sum(plan[name].layout.dim != dim for name, dim in ax.carriers[atom])
+def _matches(ax: Axes, candidate: Candidate, axis: Axis, plan: Plan) -> int:
+    """Of how many parameters the plan's layout is the one this axis would give: heads and head_dim may be one size."""
+    atoms = {candidate.atom, *candidate.inner}
+    found = 0
+    for name in axis.parameters:
+        node, layout = ax.trace.parameters.get(name), plan[name].layout
+        if node is not None and layout.dim is not None:
+            found += blocks(ax.of(node)[layout.dim], atoms) == layout.blocks
+    return found
