@@ -93,3 +93,20 @@ def _matches(ax: Axes, candidate: Candidate, axis: Axis, plan: Plan) -> int:
         if node is not None and layout.dim is not None:
             found += blocks(ax.of(node)[layout.dim], atoms) == layout.blocks
     return found
+
+
+def _siblings(ax: Axes, plan: Plan, chosen: Sequence[Candidate]) -> list[Candidate]:
+    """The axes of modules that the plan treats as their siblings: other experts may get tokens here than did there."""
+    known = {a for c in chosen for a in (c.atom, *c.inner)}
+    out = []
+    for name, node in ax.trace.parameters.items():
+        layout = plan[name].layout
+        if layout.dim is None or known & leaves(ax.of(node)[layout.dim]):
+            continue
+        for atom in leaves(ax.of(node)[layout.dim]):
+            found = _with_inner(ax, atom)
+            if blocks(ax.of(node)[layout.dim], {atom, *found.inner}) == layout.blocks:
+                known |= {atom, *found.inner}
+                out.append(found)
+                break
+    return out
