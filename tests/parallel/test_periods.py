@@ -1,4 +1,4 @@
-"""A dim that repeats what is dealt, heads for each row of a batch, is joined and parted row by row, at any batch size."""
+"""A dim that repeats what is dealt (heads, for each row of a batch) is joined and parted row by row."""
 
 from __future__ import annotations
 
