@@ -25,10 +25,7 @@ DRAWS = frozenset(
 
 def switches(flow: Flow, training: Any) -> tuple[list[Switch], list[str]]:
     """``(switches, modules that draw for whole and for cut values with nothing between)``."""
-    drawn: dict[Call, list[tuple[fx.Node, bool]]] = defaultdict(list)
-    for node in random_nodes(flow, training):
-        is_cut = node in flow.cut or any(n in flow.cut for n in node.all_input_nodes)
-        drawn[node.meta["call"]].append((node, is_cut))
+    drawn = _draws(flow, training)
     scopes = {c for c, draws in drawn.items() if all(cut for _, cut in draws)}
     out: dict[Switch, None] = {}
     refused: list[str] = []
@@ -40,11 +37,31 @@ def switches(flow: Flow, training: Any) -> tuple[list[Switch], list[str]]:
             made = _scope(call, False) if inside else []
         else:
             made = None if inside else _between(flow, call, draws)
-        if made is None:
+        if made is None or any(Switch(s.module, s.side, not s.cut) in out for s in made):
             refused.append(call.module)
         else:
             out |= dict.fromkeys(made)
     return list(out), refused
+
+
+def _draws(flow: Flow, training: Any) -> dict[Call, list[tuple[fx.Node, bool]]]:
+    """Call -> what its own forward draws, in order, and whether for cut values.
+
+    One dropout module may be called on a cut value here and on a whole one there; a switch at it would turn both, so
+    its draws count as its caller's.
+    """
+    drawn: dict[Call, list[tuple[fx.Node, bool]]] = defaultdict(list)
+    kinds: dict[str, set[bool]] = defaultdict(set)
+    for node in random_nodes(flow, training):
+        is_cut = node in flow.cut or any(n in flow.cut for n in node.all_input_nodes)
+        drawn[node.meta["call"]].append((node, is_cut))
+        kinds[node.meta["call"].module].add(is_cut)
+    out: dict[Call, list[tuple[fx.Node, bool]]] = defaultdict(list)
+    order = {n: i for i, n in enumerate(flow.ax.trace.graph.nodes)}
+    for call, draws in drawn.items():
+        own = len(kinds[call.module]) == 1 or len({cut for _, cut in draws}) > 1 or call.parent is None
+        out[call if own else call.parent] += draws  # type: ignore[index]
+    return {call: sorted(draws, key=lambda d: order[d[0]]) for call, draws in out.items()}
 
 
 def _scope(call: Call, cut: bool) -> list[Switch]:

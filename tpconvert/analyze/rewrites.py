@@ -54,6 +54,8 @@ class _Writer:
             raise UnsupportedError("it returns an object, not plain tensors")
         if any(n in self.ax.trace.by_data for n in self.ax.trace.nodes if n.meta["call"] is self.call):
             raise UnsupportedError("its shapes hang on values")
+        if self.counted():
+            raise UnsupportedError("its caller counts by values, and gives it a number that may be another next time")
         if self.call.asked:
             raise UnsupportedError(f"it branches on values ({self.call.asked})")
         order = {n: i for i, n in enumerate(self.ax.trace.graph.nodes)}
@@ -71,6 +73,16 @@ class _Writer:
         signature = dict.fromkeys(self.call.inputs, "tensor")
         signature |= {slot: {"const": _constant(value)} for slot, value in self.call.constants.items()}  # type: ignore[dict-item]
         return Rewrite(self.call.module, why, signature, tuple(self.nodes), self.encode(self.call.result))
+
+    def counted(self) -> bool:
+        """Whether a number among its arguments may come from values that a caller read."""
+        numbers = any(type(v) in (int, float) for v in self.call.constants.values())
+        caller = self.call.parent
+        while caller is not None:
+            if numbers and caller.asked in ("tolist", "item", "__int__", "__index__", "__float__"):
+                return True
+            caller = caller.parent
+        return False
 
     # -- nodes --------------------------------------------------------------------------------------------
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -95,6 +97,8 @@ class _Pair:
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(SEED)
+                random.seed(SEED)
+                numpy.random.seed(SEED)  # some models draw their masks there
                 return call(module, self.inputs)
         except TPConvertError:
             raise
