@@ -8,7 +8,7 @@ from torch import fx
 
 from tpconvert.analyze.axes import inplace_target, is_many, nodes_in, tensors
 from tpconvert.analyze.ops_math import EXPANDING, UNIFORM
-from tpconvert.analyze.states import ConflictError, Flow, Hosts, Placed, involved, is_op, rule_of
+from tpconvert.analyze.states import ConflictError, Flow, Host, Hosts, Placed, involved, is_op, rule_of
 from tpconvert.analyze.terms import Term, half_cut, leaves
 
 
@@ -32,7 +32,7 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
     for node in flow.ax.trace.nodes:
         op = node.meta["op"]
         if op in ("parameter", "constant", "input"):
-            if op == "parameter" and flow.atoms(node):
+            if op == "parameter" and flow.atoms(node) and node not in flow.kept:
                 flow.cut.add(node)
             continue
         operands = list(dict.fromkeys(n for n in node.all_input_nodes if n is not node))
@@ -65,10 +65,18 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
         if node in flow.partial and node not in flow.reduced:
             _reduce(flow, hosts, node)
             return True
-    stale = [n for n in flow.reduced if n not in flow.partial]
-    for node in stale:
+    return _drop_stale(flow)
+
+
+def _drop_stale(flow: Flow) -> bool:
+    """Take back reduces of what is no pending sum any more, and gathers of what is not cut any more."""
+    reduces = [n for n in flow.reduced if n not in flow.partial]
+    gathers = [n for n in flow.gathered if not any(o in flow.cut for o in n.all_input_nodes)]
+    for node in reduces:
         del flow.reduced[node]
-    return bool(stale)
+    for node in gathers:
+        del flow.gathered[node]
+    return bool(reduces or gathers)
 
 
 def check_periods(flow: Flow, node: fx.Node) -> None:
@@ -252,11 +260,8 @@ def gather_outputs(flow: Flow, hosts: Hosts) -> bool:
     for node in dict.fromkeys(flow.ax.trace.outputs.values()):
         if node not in flow.cut:
             continue
-        start = _first_cut(flow, node)
-        host = hosts.output(start)
-        while host is None and start is not node:
-            start = _towards(flow, start, node)
-            host = hosts.output(start)
+        behind = _behind(flow, node)
+        start, host = _gather_place(flow, hosts, node, behind)
         if host is None:
             raise ConflictError(flow.atoms(node), node, "it reaches the model's output where no module returns it")
         if len([t for t in flow.ax.of(start) if leaves(t) & flow.cut_atoms]) != 1:
@@ -269,13 +274,49 @@ def gather_outputs(flow: Flow, hosts: Hosts) -> bool:
     return False
 
 
+def _behind(flow: Flow, node: fx.Node) -> set[fx.Node]:
+    """The cut values from where an axis enters by a contraction to where it leaves the model, parameters included."""
+    contracting = {n for _, n in flow.ax.contracts}
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        here = pending.pop()
+        if here not in found:
+            found.add(here)
+            if here not in contracting:
+                pending += [n for n in here.all_input_nodes if n in flow.cut]
+    return found
+
+
+def _gather_place(flow: Flow, hosts: Hosts, node: fx.Node, behind: set[fx.Node]) -> tuple[fx.Node, Host | None]:
+    """Where to gather.
+
+    At the one layer the axis enters by, if nothing else takes part in it; parameters that are used only behind it (a
+    bias added to the logits) then stay whole.  Else at the first boundary after which nothing needs the parts.
+    """
+    contracting = {n for _, n in flow.ax.contracts}
+    entries = [n for n in behind if n in contracting]
+    late = [n for n in behind if n.meta["op"] == "parameter"]
+    host = hosts.output(entries[0]) if len(entries) == 1 else None
+    if host is not None and not any(_starves(n, behind) for n in (entries[0], *late)):
+        flow.kept |= set(late)
+        return entries[0], host
+    start = _first_cut(flow, node)
+    while (hosts.output(start) is None or _starves(start, behind)) and start is not node:
+        start = _towards(flow, start, node)
+    return start, hosts.root_output(node) if start is node and _starves(node, behind) else hosts.output(start)
+
+
+def _starves(node: fx.Node, behind: set[fx.Node]) -> bool:
+    """Whether a value has consumers that do not lie between it and the model's output."""
+    return any(is_op(u) and u not in behind for u in node.users)
+
+
 def _first_cut(flow: Flow, node: fx.Node) -> fx.Node:
     """The op upstream where the value became cut: it has no cut operand but parameters."""
     while True:
         cut = [n for n in node.all_input_nodes if n in flow.cut and n.meta["op"] != "parameter"]
-        if not cut:
-            return node
-        if len(cut) > 1:
+        if len(cut) != 1:
             return node
         node = cut[0]
 

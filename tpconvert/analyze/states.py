@@ -59,6 +59,8 @@ class Flow:
     """Values that are terms of a sum when computed (before their reduce, if they have one)."""
     reduced: dict[fx.Node, Placed] = field(default_factory=dict)
     gathered: dict[fx.Node, Placed] = field(default_factory=dict)
+    kept: set[fx.Node] = field(default_factory=set)
+    """Parameters that carry a cut axis but are used only behind its gather, and so stay whole."""
     once: set[fx.Node] = field(default_factory=set)
     sum_grad: set[fx.Node] = field(default_factory=set)
     """Parameters whose gradient is partial."""
@@ -105,6 +107,13 @@ class Hosts:
             if any(is_op(u) and u.meta["call"] is not None and u.meta["call"].inside(call) for u in node.users):
                 continue
             return Host(call, "output", tuple(s for s, n in call.outputs.items() if n is node))
+        return None
+
+    def root_output(self, node: fx.Node) -> Host | None:
+        """The model's own output."""
+        for call in self.outputs[node]:
+            if call.parent is None:
+                return Host(call, "output", tuple(s for s, n in call.outputs.items() if n is node))
         return None
 
     def covering(
