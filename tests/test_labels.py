@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from tests.hf_models import build, perturb
 from tpconvert.parallel import Mesh, parallelize

@@ -25,6 +25,14 @@ class PlanError(TPConvertError):
     """A plan cannot be made, read or applied."""
 
 
+class RewriteError(PlanError):
+    """The forward that a plan gives one module cannot be built; ``module`` is its path."""
+
+    def __init__(self, module: str, message: str) -> None:
+        super().__init__(f"{module or 'the root module'}: {message}")
+        self.module = module
+
+
 class RuleError(TPConvertError):
     """A rule file or a ``--set`` override is wrong, or matches nothing."""
 

@@ -284,8 +284,9 @@ class Planner:
             verdicts.append(
                 replace(twin, name=v.name, tied_to=v.tied_to, reason=f"{twin.reason}; as {twin.name}, its sibling")
             )
-        known = {path for path, _ in self.module.named_modules(remove_duplicate=False)}
-        return _with_moved(replace(plan, verdicts=tuple(verdicts)), moved, known)
+        idle = {path for path, _ in self.module.named_modules(remove_duplicate=False)}
+        idle -= {call.module for call in self.ax.trace.calls}
+        return _with_moved(replace(plan, verdicts=tuple(verdicts)), moved, idle)
 
     def used_names(self) -> set[str]:
         """Names of parameters and buffers the forward used."""
@@ -297,8 +298,8 @@ class Planner:
         return out
 
 
-def _with_moved(plan: Plan, moved: dict[str, str], known: set[str]) -> Plan:
-    """The boundaries, edits and rewrites of a traced module, again for the sibling that was not."""
+def _with_moved(plan: Plan, moved: dict[str, str], idle: set[str]) -> Plan:
+    """The boundaries, edits and rewrites of a traced module, again for its sibling among those that were ``idle``."""
     roots = {_roots(new, old) for new, old in moved.items() if new != old}
 
     def again(items: Iterable[Any]) -> list[Any]:
@@ -307,7 +308,7 @@ def _with_moved(plan: Plan, moved: dict[str, str], known: set[str]) -> Plan:
             out.append(item)
             for new, old in roots:
                 module = new + item.module[len(old) :]
-                if (item.module == old or item.module.startswith(f"{old}.")) and module in known:
+                if (item.module == old or item.module.startswith(f"{old}.")) and module in idle:
                     out.append(replace(item, module=module))
         return out
 

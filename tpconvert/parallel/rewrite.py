@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import get_overridable_functions
 
-from tpconvert.errors import PlanError
+from tpconvert.errors import RewriteError
 from tpconvert.parallel import collectives
 from tpconvert.parallel.collectives import Parts, parts_of
 from tpconvert.parallel.layers import lookup
@@ -72,7 +72,7 @@ SPACES = frozenset(
     ("torch", "torch.functional", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch.fft", "torch.special")
 )
 
-UNLISTED = frozenset(("torch.Tensor.unflatten",))
+UNLISTED = frozenset(("torch.Tensor.unflatten", "torch._grouped_mm"))
 """Tensor functions that torch does not list as overridable."""
 
 NOT_OPERATORS = frozenset(("attrgetter", "itemgetter", "methodcaller", "call"))
@@ -107,7 +107,6 @@ class GraphBuilder:
     """Turns the nodes of one rewrite into an fx graph whose first input is the module."""
 
     def __init__(self, rewrite: Rewrite, mesh: Mesh) -> None:
-        self.where = rewrite.module or "the root module"
         self.rewrite, self.mesh = rewrite, mesh
         self.graph = fx.Graph()
         self.values: dict[str, Any] = {}
@@ -123,7 +122,8 @@ class GraphBuilder:
             try:
                 self.values[data["name"]] = self.node(data)
             except (KeyError, TypeError, ValueError) as error:
-                raise PlanError(f"{self.where}: node {data} of its forward cannot be read: {error!r}.") from None
+                text = f"node {data} of its forward cannot be read: {error!r}."
+                raise RewriteError(self.rewrite.module, text) from None
         self.graph.output(self.argument(self.rewrite.output))
         self.graph.lint()
         return self.graph
@@ -134,7 +134,7 @@ class GraphBuilder:
         args = tuple(self.argument(a) for a in data.get("args", ()))
         kwargs = {k: self.argument(v) for k, v in data.get("kwargs", {}).items()}
         if op == "call":
-            return self.call(resolve(target, self.where), *args, **kwargs)
+            return self.call(resolve(target, self.rewrite.module), *args, **kwargs)
         if op == "module":
             return self.call(call_child, self.module, target, *args, **kwargs)
         if op == "param":
@@ -240,7 +240,7 @@ def resolve(target: str, where: str) -> Callable[..., Any]:
         found = getattr(found, names[1], None) if found is not None and len(names) == 2 else found
         if isinstance(found, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return found
-    raise PlanError(f"{where}: the plan's graph calls {target!r}, which is not an op of torch.")
+    raise RewriteError(where, f"the plan's graph calls {target!r}, which is not an op of torch.")
 
 
 def call_child(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:

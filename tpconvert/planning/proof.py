@@ -15,7 +15,7 @@ from tpconvert.analyze.axes import is_many, tensors
 from tpconvert.analyze.capture import Inputs, Trace, capture
 from tpconvert.analyze.choose import Choice
 from tpconvert.analyze.shadow import Shadow, needs_shadow
-from tpconvert.errors import SourceError
+from tpconvert.errors import RewriteError, SourceError
 from tpconvert.parallel import parallelize
 from tpconvert.parallel.mesh import dry_mesh
 from tpconvert.planning.training import constants, own_ops
@@ -53,7 +53,10 @@ def _prove_rank(module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice,
     from tpconvert.planning.make import eval_mode
 
     local = copy.deepcopy(module)
-    parallelize(local, plan, dry_mesh(rank, plan.tp))
+    try:
+        parallelize(local, plan, dry_mesh(rank, plan.tp))
+    except RewriteError as error:
+        return [Fault(error.module, error.message)]
     try:
         with eval_mode(local):
             found = capture(local, inputs, shadow=Shadow() if needs_shadow(local) else None)

@@ -39,7 +39,9 @@ def largest(tensor: Tensor | None) -> float:
     """The largest finite entry, without its sign."""
     if tensor is None:
         return 0.0
-    finite = tensor.detach()[torch.isfinite(tensor)].abs()
+    tensor = tensor.detach()
+    tensor = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+    finite = tensor[torch.isfinite(tensor)].abs()
     return float(finite.max()) if finite.numel() else 0.0
 
 
