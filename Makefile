@@ -8,7 +8,7 @@ PIP ?=
 PY = $(VENV)/bin/python
 READY = $(VENV)/.tpconvert-ready
 
-.PHONY: setup demo test lint fmt type coverage bench slow wheel clean
+.PHONY: setup demo test lint fmt type coverage test-coverage bench slow wheel clean
 
 setup: $(READY)
 
@@ -40,10 +40,15 @@ fmt: $(READY)
 	$(PY) -m ruff format .
 
 coverage: $(READY)
+	$(PY) benchmarks/coverage.py run --ranks
+	$(PY) benchmarks/coverage.py render
+
+test-coverage: $(READY)
 	$(PY) -m pytest -q --cov --cov-report=term --cov-report=html:build/coverage
 
 bench: $(READY)
-	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file || exit 1; done
+	$(PY) benchmarks/planning.py
+	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(PY) benchmarks/tp_step.py; fi
 
 wheel: $(READY)
 	$(PY) -m build --wheel --outdir dist

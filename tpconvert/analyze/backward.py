@@ -52,7 +52,7 @@ class Backward:
         if not partial:
             return
         if node.meta["op"] == "parameter":
-            self.parameter(node, users, partial)
+            self.parameter(node, users, partial - set(mixed_many))
             return
         outside = node not in self.inside or node in flow.reduced or node in flow.gathered
         if len(partial) == len(users) and not mixed_many and not returned:

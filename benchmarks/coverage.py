@@ -1,0 +1,168 @@
+"""Which model types of transformers are cut, and equal?  Each in its own process, the results in a file that grows.
+
+python benchmarks/coverage.py run [--out FILE] [--ranks] [TYPE ...]   measures what FILE does not hold yet
+python benchmarks/coverage.py render [--out FILE]                     writes docs/coverage.md and docs/coverage.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+SECONDS, MEMORY = 60, 4 << 30
+RANKS_LIMIT = 40.0
+"""Seconds that real ranks have for one model."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("do", choices=["run", "render"])
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "coverage.jsonl")
+    parser.add_argument("--ranks", action="store_true", help="also compare on real gloo ranks")
+    parser.add_argument("--again", action="store_true", help="measure the named types even if FILE holds them")
+    given = parser.parse_intermixed_args()
+    if given.do == "render":
+        from benchmarks.zoo.render import render
+
+        render(given.out, ROOT / "docs")
+    else:
+        run(given.types, given.out, ranks=given.ranks, again=given.again)
+
+
+def run(types: list[str], out: Path, *, ranks: bool, again: bool) -> None:
+    """Append a line to ``out`` for every type that it does not hold."""
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    warnings.filterwarnings("ignore")
+    import torch
+    import transformers
+    import transformers.modeling_utils
+
+    from benchmarks.zoo.types import model_types
+
+    torch.set_num_threads(1)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    held = set() if again else {line["type"] for line in lines(out)}
+    todo = [t for t in types or model_types() if t not in held]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    pool = None
+    if ranks:
+        from tests.ranks import Pool
+
+        pool = Pool(2)
+    with tempfile.TemporaryDirectory(prefix="coverage-") as scratch:
+        keep = Path(scratch) / "model.pt" if pool else None
+        for i, name in enumerate(todo):
+            found = apart(name, keep)
+            if pool and keep and found.get("outcome") in ("equal", "not equal") and keep.exists():
+                found["ranks"] = on_ranks(pool, keep)
+            found |= versions | {"date": time.strftime("%Y-%m-%d")}
+            with out.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+            print(f"{i + 1}/{len(todo)} {name}: {found['outcome']} {found.get('why', '')[:160]}", flush=True)
+    if pool:
+        pool.close()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file; the last of a type counts."""
+    if not path.exists():
+        return []
+    found = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return list({line["type"]: line for line in found}.values())
+
+
+def apart(name: str, keep: Path | None) -> dict[str, Any]:
+    """What a process of its own finds of a type, in bounded time and memory."""
+    if keep:
+        keep.unlink(missing_ok=True)
+    reading, writing = os.pipe()
+    start = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _child(name, writing, keep)
+    os.close(writing)
+    text, late = _read(reading, start + SECONDS)
+    os.close(reading)
+    if late:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    found: dict[str, Any] = {"type": name}
+    for line in text.splitlines():
+        found |= json.loads(line)
+    found["seconds"] = round(time.monotonic() - start, 1)
+    if "outcome" not in found:
+        stage = found.get("stage", "start")
+        why = f"longer than {SECONDS} s" if late else f"the process died with status {status}"
+        found |= {"outcome": "not built" if stage in ("start", "build") else "crashed", "why": f"{why}, in {stage}"}
+    return found
+
+
+def _read(pipe: int, deadline: float) -> tuple[str, bool]:
+    parts = []
+    while True:
+        ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return _whole_lines(parts), True
+        part = os.read(pipe, 1 << 16)
+        if not part:
+            return _whole_lines(parts), False
+        parts.append(part)
+
+
+def _whole_lines(parts: list[bytes]) -> str:
+    return b"".join(parts).decode().rpartition("\n")[0]
+
+
+def _child(name: str, writing: int, keep: Path | None) -> None:
+    """Measure, and leave without the parent's clean-up."""
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the parent and its limits
+        os.closerange(3, writing)  # the pool's pipes: its ranks end when the parent does
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        from benchmarks.zoo.measure import crashed, measure
+
+        def tell(found: dict[str, Any]) -> None:
+            os.write(writing, (json.dumps(found) + "\n").encode())
+
+        try:
+            measure(name, tell, keep)
+        except BaseException as error:
+            tell(crashed(error, "measure"))
+    finally:
+        os._exit(0)
+
+
+def on_ranks(pool: Any, keep: Path) -> dict[str, Any]:
+    """What real ranks find: outputs, losses, gradients, steps, in eval and train mode."""
+    from benchmarks.zoo.ranks import compare
+    from tests.ranks import RankFailedError
+
+    start = time.monotonic()
+    try:
+        found = pool.run(compare, 2, str(keep), timeout=RANKS_LIMIT)[0]
+    except RankFailedError as error:
+        found = {"outcome": "crashed", "why": str(error).strip().splitlines()[-1][:300]}
+    return found | {"seconds": round(time.monotonic() - start, 1)}
+
+
+if __name__ == "__main__":
+    main()

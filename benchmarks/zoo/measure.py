@@ -1,0 +1,172 @@
+"""What is found of one model type: built, planned, equal."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+Tell = Callable[[dict[str, Any]], None]
+TP = 2
+
+
+def measure(model_type: str, tell: Tell, keep: Path | None = None) -> None:
+    """Tell step by step what is found; each telling adds to or replaces those before.
+
+    With ``keep``, the module, its inputs and its plan are left in that file for real ranks.
+    """
+    from benchmarks.zoo.build import NotBuiltError, build
+    from tpconvert.errors import TPConvertError
+    from tpconvert.planning import make_plan
+
+    tell({"type": model_type, "stage": "build"})
+    start = time.monotonic()
+    try:
+        built = build(model_type)
+    except NotBuiltError as error:
+        return tell({"outcome": "not built", "why": str(error)})
+    module, inputs = built.module, built.inputs
+    tell(
+        {
+            "class": type(module).__name__,
+            "by": built.by,
+            "parameters": sum(p.numel() for p in module.parameters()),
+            "inputs": sorted(n for n, v in inputs.items() if hasattr(v, "shape")),
+            "build_s": round(time.monotonic() - start, 1),
+            "stage": "plan",
+        }
+    )
+    tell({"untouched": untouched(module, inputs)})
+    start = time.monotonic()
+    try:
+        plan = make_plan(deepcopy(module), inputs, tp=TP)
+    except TPConvertError as error:
+        return tell({"outcome": "refused", "why": f"{type(error).__name__}: {error}"})
+    except Exception as error:
+        return tell(crashed(error, "plan"))
+    tell(_of_plan(plan) | {"plan_s": round(time.monotonic() - start, 1), "stage": "emulate"})
+    kept = keep is not None and _kept(module, inputs, plan, keep)
+    start = time.monotonic()
+    tell(_emulated(module, inputs, plan))
+    tell({"emulate_s": round(time.monotonic() - start, 1), "stage": "done"})
+    if keep is not None and not kept:
+        tell({"ranks": _on_forked_ranks(module, inputs, plan)})
+
+
+def _kept(module: Any, inputs: Any, plan: Any, path: Path) -> bool:
+    """Whether a module could be written to a file; those with hooks that are closures cannot."""
+    import torch
+
+    try:
+        torch.save((module, inputs, plan.dumps()), path)
+    except Exception:
+        path.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _on_forked_ranks(module: Any, inputs: Any, plan: Any) -> dict[str, Any]:
+    """What real ranks find that are forked off this process, and so need no file."""
+    from tpconvert.source import Source
+    from tpconvert.verify.run import verify
+
+    start = time.monotonic()
+    source = Source(name="", module=module, inputs=inputs, build=lambda: module, weights=lambda: None)  # type: ignore
+    try:
+        found = of_result(verify(source, plan))
+    except Exception as error:
+        found = {"outcome": "crashed", "why": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    return found | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def untouched(module: Any, inputs: Any) -> list[list[Any]]:
+    """Parameters that no output depends on, folded: ``[name with * for numbers, how many]``."""
+    from tpconvert.verify.checks import call
+    from tpconvert.verify.modes import loss_of
+
+    try:
+        loss = loss_of(call(module, inputs))
+        if loss is None:
+            return [["all: no output has a gradient", 1]]
+        loss.backward()
+    except Exception as error:
+        return [[f"unknown: {type(error).__name__}: {error}"[:200], 1]]
+    found = Counter(folded(n) for n, p in module.named_parameters() if p.grad is None and p.requires_grad)
+    module.zero_grad(set_to_none=True)
+    return [[name, n] for name, n in found.most_common(20)]
+
+
+def crashed(error: BaseException, stage: str) -> dict[str, Any]:
+    """The outcome of an exception that nobody expected."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "/tpconvert/" in f.filename]
+    where = [f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in [*ours[-2:], frames[-1]]] if frames else []
+    text = str(error).strip().splitlines()
+    return {
+        "outcome": "crashed",
+        "stage": stage,
+        "why": f"{type(error).__name__}: {text[0][:300] if text else ''}",
+        "where": list(dict.fromkeys(where)),
+    }
+
+
+def _of_plan(plan: Any) -> dict[str, Any]:
+    own = [v for v in plan.verdicts if v.kind == "parameter" and not v.tied_to]
+    matrices = [v for v in own if len(v.shape) >= 2]
+    whole = [v for v in own if not v.layout.cut]
+    reasons = Counter(folded(v.reason) for v in whole)
+    examples = {folded(v.reason): f"{v.name} {list(v.shape)}" for v in whole}
+    return {
+        "cut": _share(own),
+        "matrices_cut": _share(matrices),
+        "whole": [[reason, n, examples[reason]] for reason, n in reasons.most_common(12)],
+        "rewrites": [f"{r.module}: {folded(r.reason)}" for r in plan.rewrites],
+        "notes": list(plan.notes)[:8],
+        "patterns": dict(Counter(v.pattern for v in own if v.pattern)),
+    }
+
+
+def _share(verdicts: list[Any]) -> float:
+    total = sum(_size(v) for v in verdicts)
+    return round(sum(_size(v) for v in verdicts if v.layout.cut) / total, 6) if total else 1.0
+
+
+def _size(verdict: Any) -> int:
+    size = 1
+    for n in verdict.shape:
+        size *= n
+    return size
+
+
+def folded(reason: str) -> str:
+    """A reason without the numbers in it."""
+    return re.sub(r"\d+", "*", reason)
+
+
+def _emulated(module: Any, inputs: Any, plan: Any) -> dict[str, Any]:
+    from tpconvert.errors import TPConvertError, VerifyError
+    from tpconvert.verify.run import emulate_module
+
+    try:
+        return of_result(emulate_module(module, inputs, plan))
+    except VerifyError as error:
+        return {"outcome": "not equal", "why": f"VerifyError: {error}"}
+    except TPConvertError as error:
+        return {"outcome": "crashed", "stage": "emulate", "why": f"{type(error).__name__}: {error}"}
+    except Exception as error:
+        return crashed(error, "emulate")
+
+
+def of_result(result: Any) -> dict[str, Any]:
+    """Equal or not, and the worst checks."""
+    kinds = Counter(c.kind for c in result.checks)
+    worst = [[c.kind, c.name, c.mode, c.error] for c in result.worst(3)]
+    found = {"checks": dict(kinds), "worst": worst, "bound": result.tolerance.bound, "parted": result.parted}
+    if result.equal:
+        return found | {"outcome": "equal"}
+    return found | {"outcome": "not equal", "why": result.verdict()}

@@ -1,0 +1,134 @@
+"""A small configuration by the names of its numbers: what is tried where a twin is too slow or too large to check.
+
+A twin keeps the head counts and learns what each number does from the modules it gives.  Here names are believed, head
+counts become few, and a forward that runs is the only proof.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+VOCABULARY, LAYERS, EXPERTS = 512, 2, 8
+GROUPS = {"n_group": 2, "topk_group": 1}
+
+_LAYERS = re.compile(r"(^|_)(n_?layers?|num_\w*layers?|layers|num_\w*blocks|n_blocks|depth)$")
+_HEADS = re.compile(r"(^|_)(n_?heads?|num_heads|num_\w*heads|\w*attention_heads|\w*kv_heads|\w*groups_heads)$")
+_EXPERTS = re.compile(r"(^|_)(num|n|routed|local)_?\w*experts$")
+_CHOSEN = re.compile(r"experts_per_tok|experts_per_token|moe_k$|moe_top_?k|^top_k$|num_selected")
+_WIDTHS = re.compile(
+    r"(^|_)(dim|dims|width|rank|d_model|d_ff|d_kv|n_embd|n_inner|d_inner|inner|ffn|d_head)$"
+    r"|(hidden|intermediate|head|embedding|projection|attention|ffn|mlp|embed|inner|key|value|rope|nope)_?(size|dim|channels)$"
+    r"|channels$|_features$"
+)
+_HEAD_WIDTHS = re.compile(r"(^|_)(d_kv|d_head|head_dim|head_size|nope_dim|rope_dim|kv_channels)$")
+_NOT_WIDTHS = re.compile(r"vocab|patch|image|window|num_channels|in_channels|out_channels|mel|^num_features|type")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """How much smaller a configuration is made."""
+
+    width: int
+    """What widths are divided by."""
+    heads: int
+    """What counts of heads are divided by; the widths of heads by what is left."""
+    image: int
+    """What the sides of images are divided by."""
+
+    @property
+    def narrower(self) -> int:
+        """What the widths of heads are divided by."""
+        return self.width // self.heads
+
+
+ATTEMPTS = (
+    *(Attempt(width, heads, image) for image in (4, 2, 1) for width, heads in ((16, 4), (16, 16), (8, 8), (8, 1))),
+    *(Attempt(width, 1, image) for image in (4, 1) for width in (4, 2, 1)),
+)
+
+
+def small(config: Any, attempt: Attempt) -> Any:
+    """A copy of a configuration, and of those in it, made smaller."""
+    copy = deepcopy(config)
+    for part in _parts(copy):
+        _shrink(part, attempt)
+    return copy
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    yield config
+    for value in list(vars(config).values()):
+        if hasattr(value, "to_dict"):
+            yield from _parts(value)
+
+
+def _shrink(config: Any, attempt: Attempt) -> None:
+    values = {k: v for k, v in vars(config).items() if not k.startswith("_")}
+    layers = next((v for k, v in values.items() if k in ("num_hidden_layers", "num_layers", "n_layer", "n_layers")), 0)
+    few = _few_layers(values, layers)
+    marks = iter(range(VOCABULARY - 1, 0, -1))
+    for name, value in values.items():
+        new = _smaller(name, value, attempt, few, marks)
+        if isinstance(value, list | tuple) and isinstance(layers, int) and len(value) == layers > few:
+            new = value[:few]
+        if new is not value:
+            try:
+                setattr(config, name, new)
+            except Exception:  # a property without a setter follows what it is computed from
+                continue
+
+
+def _few_layers(values: dict[str, Any], layers: Any) -> int:
+    """The number of layers that keeps every kind that the lists with an entry a layer name."""
+    few = LAYERS
+    for value in values.values():
+        if isinstance(value, list | tuple) and value and len(value) == layers:
+            first: dict[str, int] = {}
+            for i, kind in enumerate(value):
+                first.setdefault(str(kind), i)
+            if len(first) < layers:
+                few = max(few, max(first.values()) + 1)
+    return few
+
+
+def _smaller(name: str, value: Any, attempt: Attempt, few: int, marks: Iterator[int]) -> Any:
+    if isinstance(value, dict) and "rope" in name:
+        return {k: _smaller(k, v, attempt, few, marks) for k, v in value.items()}
+    if name.endswith("_section") and isinstance(value, list | tuple):
+        return type(value)(v // attempt.narrower for v in value)
+    if isinstance(value, list | tuple) and value and all(type(v) is int for v in value):
+        return type(value)(_smaller(name, v, attempt, few, marks) for v in value)
+    if type(value) is not int:
+        return value
+    if name.endswith(("token_id", "token_ids", "token_index")):
+        return next(marks) if value >= VOCABULARY else value
+    if "vocab_size" in name:
+        return min(value, VOCABULARY)
+    if name in GROUPS:
+        return min(value, GROUPS[name])
+    if name in ("image_embedding_size", "image_size", "input_size", "img_size"):
+        return value // attempt.image if value % attempt.image == 0 and value // attempt.image >= 16 else value
+    if _HEAD_WIDTHS.search(name):
+        return value // attempt.narrower if value % attempt.narrower == 0 and value // attempt.narrower >= 2 else value
+    if _EXPERTS.search(name):
+        return min(value, EXPERTS)
+    if _CHOSEN.search(name):
+        return min(value, 2)
+    if _HEADS.search(name):
+        return _few_heads(value, attempt.heads)
+    if _LAYERS.search(name):
+        return min(value, few)
+    if name.startswith(("first_k_dense", "n_dense", "num_dense", "moe_layer_start")):
+        return min(value, 1)
+    if _WIDTHS.search(name) and not _NOT_WIDTHS.search(name) and value % attempt.width == 0:
+        return max(value // attempt.width, 1) if value >= 16 else value
+    return value
+
+
+def _few_heads(count: int, by: int) -> int:
+    """Fewer heads, so that attention stays as wide as the model; few heads, as shared keys are, stay."""
+    return next((count // n for n in (by, 4, 2) if n <= by and count % n == 0 and count >= 2 * n), count)
