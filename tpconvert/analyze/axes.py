@@ -84,6 +84,8 @@ class Axes:
         self.bound: dict[fx.Node, dict[str, Any]] = {}
         for node in trace.nodes:
             self._visit(node)
+        for node in trace.read:
+            self.block(flat(self.dims[node]), node, "Python reads its values")
         self._resolve()
 
     # -- used by rules ------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ def capture(module: nn.Module, inputs: Inputs, *, values: bool = False, shadow: 
         owners,
         formulas,
         recorder.notes,
+        recorder.read,
         recorder.by_data,
     )
 

@@ -42,7 +42,7 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
         if ((seen_cut and flow.atoms(node)) or node in flow.made) and node not in flow.gathered:
             flow.cut.add(node)
         if partial:
-            bad = _not_linear(flow, node, partial)
+            bad = partial if writes_buffer(node) else _not_linear(flow, node, partial)
             if not bad and (contracts[node] or node in flow.cut or node in flow.gathered):
                 bad = partial  # a layer would only make the sum wider; parts of a sum that differ cannot be summed
             for operand in bad:
@@ -61,7 +61,7 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
             _add_once(flow, node, contracted[node])
         if node in flow.partial and (target := inplace_target(node)) is not None:
             flow.partial.add(target) if target.meta["op"] in UNIFORM else None
-    for node in flow.ax.trace.outputs.values():
+    for node in (*flow.ax.trace.outputs.values(), *flow.ax.trace.read):
         if node in flow.partial and node not in flow.reduced:
             _reduce(flow, hosts, node)
             return True
@@ -86,6 +86,14 @@ def check_periods(flow: Flow, node: fx.Node) -> None:
             raise ConflictError(
                 flow.atoms(node), node, "a size of the inputs stands inside the cut dim, so no plan fits all sizes"
             )
+
+
+def writes_buffer(node: fx.Node) -> bool:
+    """Whether an op writes into a parameter or buffer, which outlives the forward."""
+    target = inplace_target(node)
+    while target is not None and target.meta["op"] == "alias":
+        target = target.args[0]  # type: ignore[assignment]
+    return target is not None and target.meta["op"] == "parameter"
 
 
 def make_local(flow: Flow) -> bool:
@@ -298,18 +306,21 @@ def _gather_place(flow: Flow, hosts: Hosts, node: fx.Node, behind: set[fx.Node])
     entries = [n for n in behind if n in contracting]
     late = [n for n in behind if n.meta["op"] == "parameter"]
     host = hosts.output(entries[0]) if len(entries) == 1 else None
-    if host is not None and not any(_starves(n, behind) for n in (entries[0], *late)):
+    if host is not None and not any(_starves(flow, n, behind) for n in (entries[0], *late)):
         flow.kept |= set(late)
         return entries[0], host
     start = _first_cut(flow, node)
-    while (hosts.output(start) is None or _starves(start, behind)) and start is not node:
+    while (hosts.output(start) is None or _starves(flow, start, behind)) and start is not node:
         start = _towards(flow, start, node)
-    return start, hosts.root_output(node) if start is node and _starves(node, behind) else hosts.output(start)
+    return start, None if _starves(flow, start, behind) else hosts.output(start)
 
 
-def _starves(node: fx.Node, behind: set[fx.Node]) -> bool:
-    """Whether a value has consumers that do not lie between it and the model's output."""
-    return any(is_op(u) and u not in behind for u in node.users)
+def _starves(flow: Flow, node: fx.Node, behind: set[fx.Node]) -> bool:
+    """Whether a value has consumers elsewhere that need its parts: a parameter used there, or met by a cut value."""
+    others = [u for u in node.users if is_op(u) and u not in behind]
+    if node.meta["op"] == "parameter":
+        return bool(others)
+    return any(n in flow.cut and n is not node for u in others for n in u.all_input_nodes)
 
 
 def _first_cut(flow: Flow, node: fx.Node) -> fx.Node:

@@ -107,6 +107,18 @@ def attributes(expr: Expression) -> set[Attribute]:
     return set()
 
 
+def reads_shape(expr: Expression) -> bool:
+    """Whether an expression is made from a tensor's size."""
+    return isinstance(expr, tuple) and (expr[0] == "dim" or any(reads_shape(e) for e in expr[1:]))
+
+
+def dims_read(expr: Expression) -> list[tuple[Any, int]]:
+    """``(tensor, dim)`` of each size an expression is made from."""
+    if not isinstance(expr, tuple):
+        return []
+    return [(expr[1], expr[2])] if expr[0] == "dim" else [d for e in expr[1:] for d in dims_read(e)]
+
+
 def evaluate(expr: Expression, value: Callable[[Attribute], int], dim: Callable[[Any, int], int]) -> int:
     """The expression's value under other attribute values and other dims."""
     if isinstance(expr, int):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from tpconvert.analyze.provenance import Expression, Int
+from tpconvert.analyze.provenance import Expression, Int, dims_read
 from tpconvert.analyze.trace import Call
 from tpconvert.analyze.trees import constant_slots, is_plain, tensor_slots, tensors_in
 from tpconvert.errors import SourceError
@@ -45,6 +45,20 @@ DATA_SHAPED = frozenset(["nonzero", "argwhere", "masked_select", "unique", "uniq
 """Ops whose result has a shape that hangs on values."""
 
 
+class Formulas(list[Expression]):
+    """Expressions that fed a formula or a decision; the call under way is told when a tensor's size did."""
+
+    def __init__(self, stack: list[Call]) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def append(self, expression: Expression) -> None:
+        """One more."""
+        super().append(expression)
+        if self.stack:
+            self.stack[-1].sized += dims_read(expression)
+
+
 class Recorder(TorchFunctionMode):
     """Writes a node for each torch function called while it is active."""
 
@@ -58,11 +72,12 @@ class Recorder(TorchFunctionMode):
         self.names: dict[int, str] = {}
         for name, tensor in _named_tensors(module):
             self.names.setdefault(id(tensor), name)
-        self.formulas: list[Expression] = []
+        self.formulas: list[Expression] = Formulas(self.stack)
         self.notes: list[str] = []
         self.counts: dict[str, int] = {}
         self.nodes: dict[int, fx.Node] = {}  # id(tensor) -> its newest node
         self.reads: list[tuple[Call | None, fx.Node, torch.dtype]] = []  # dtypes asked for, oldest first
+        self.read: set[fx.Node] = set()  # values that Python read
         self.by_data: set[fx.Node] = set()  # values whose shape hangs on other values
         self.alive: list[Any] = []  # keeps tensors alive, so that ids stay unique
         self.storages: dict[int, list[torch.Tensor]] = {}  # storage -> tensors on it
@@ -133,6 +148,10 @@ class Recorder(TorchFunctionMode):
         name = op_name(func)
         if name in CONCRETE and name not in ("__hash__", "__len__") and self.stack:
             self.stack[-1].asked = self.stack[-1].asked or name
+            self.read |= {self.node_for(t) for t in tensors_in((args, kwargs))}
+        if name in ("__len__", "numel", "nelement") and self.stack:
+            node = self.node_for(args[0])
+            self.stack[-1].sized += [(node, i) for i in range(1 if name == "__len__" else len(node.meta["shape"]))]
         if name in (".shape", "size"):
             return self.sizes(func, args, kwargs)
         if name == ".dtype":

@@ -19,7 +19,7 @@ from tpconvert.analyze.axes import is_many, stops_gradient
 from tpconvert.analyze.capture import Call
 from tpconvert.analyze.emulate import is_local
 from tpconvert.analyze.flow import Flow, Placed
-from tpconvert.analyze.provenance import Int
+from tpconvert.analyze.provenance import Int, reads_shape
 from tpconvert.analyze.terms import P, Term, blocks, leaves
 from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Rewrite
@@ -56,6 +56,8 @@ class _Writer:
             raise UnsupportedError("its shapes hang on values")
         if self.counted():
             raise UnsupportedError("its caller counts by values, and gives it a number that may be another next time")
+        if any(leaves(self.ax.of(n)[i]) & self.ax.input_atoms for n, i in self.call.sized):
+            raise UnsupportedError("it makes a number of a size of its inputs")
         if self.call.asked:
             raise UnsupportedError(f"it branches on values ({self.call.asked})")
         order = {n: i for i, n in enumerate(self.ax.trace.graph.nodes)}
@@ -248,7 +250,7 @@ class _Writer:
         here = self.local(period, period.n)
         if period.n == term.n:
             return here
-        if not isinstance(value, Int) or not _reads_shape(value.expression):
+        if not isinstance(value, Int) or not reads_shape(value.expression):
             raise UnsupportedError("the size of its inputs is a literal in its forward")
         if _reads_cut(value.expression, self.flow):
             if value.expression[0] != "dim":
@@ -290,7 +292,7 @@ class _Writer:
 
     def size(self, expr: Any, value: int) -> Any:
         """An integer made from shapes is made from them again; one made from attributes alone stays what it was."""
-        if not _reads_shape(expr):
+        if not reads_shape(expr):
             return value
         if expr[0] == "dim" and expr[1] in self.flow.cut and leaves(self.ax.of(expr[1])[expr[2]]) & self.flow.cut_atoms:
             return expr[1].meta["shape"][expr[2]]  # the whole size: where a part is meant, the op's sizes say so
@@ -308,10 +310,6 @@ def _dtype_source(node: fx.Node, dtype: torch.dtype) -> fx.Node:
         if found is dtype:
             return source  # type: ignore[no-any-return]
     raise UnsupportedError(f"{node.meta['op']} in its forward is given a dtype that moves with the model's")
-
-
-def _reads_shape(expr: Any) -> bool:
-    return isinstance(expr, tuple) and (expr[0] == "dim" or any(_reads_shape(e) for e in expr[1:]))
 
 
 def _reads_cut(expr: Any, flow: Flow) -> bool:

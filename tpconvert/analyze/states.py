@@ -109,13 +109,6 @@ class Hosts:
             return Host(call, "output", tuple(s for s, n in call.outputs.items() if n is node))
         return None
 
-    def root_output(self, node: fx.Node) -> Host | None:
-        """The model's own output."""
-        for call in self.outputs[node]:
-            if call.parent is None:
-                return Host(call, "output", tuple(s for s, n in call.outputs.items() if n is node))
-        return None
-
     def covering(
         self, node: fx.Node, wanted: set[fx.Node], others: set[fx.Node]
     ) -> tuple[list[tuple[Host, set[fx.Node]]], set[fx.Node]]:

@@ -25,6 +25,8 @@ class Call:
     arguments: Any = None
     asked: str = ""
     """A question about values that its own forward asked of a tensor, so that it may take another path another time."""
+    sized: list[tuple[fx.Node, int]] = field(default_factory=list)
+    """The dims of tensors whose sizes its own forward made a number of."""
     plain: bool = True
     """Whether the output is made of tensors, tuples, lists and dicts alone."""
     position: int = 0
@@ -55,6 +57,8 @@ class Trace:
     owners: dict[int, Any]
     formulas: list[Expression]
     notes: list[str]
+    read: set[fx.Node]
+    """Values that Python read: they must be whole."""
     by_data: set[fx.Node]
     """Values whose shape hangs on other values."""
 

@@ -102,25 +102,32 @@ def reduce(x: Tensor, mesh: Mesh) -> Tensor:
 
 def gather(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     """gather: parts joined along ``parts.dim`` forward, this rank's part backward."""
-    return x if mesh.degree == 1 else _by_period(_Gather, x, parts, parts.sizes[mesh.rank], mesh)
+    if mesh.degree == 1:
+        return x
+    if x.shape[parts.dim] == parts.sizes[mesh.rank]:
+        return _Gather.apply(x, parts, mesh)
+    dim, folded, inner = _folded(x, parts, parts.sizes[mesh.rank])
+    return _Gather.apply(folded, inner, mesh).flatten(dim, dim + 1)
 
 
 def scatter(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     """scatter: this rank's part along ``parts.dim`` forward, parts joined backward."""
-    return x if mesh.degree == 1 else _by_period(_Scatter, x, parts, parts.size, mesh)
+    if mesh.degree == 1:
+        return x
+    if x.shape[parts.dim] == parts.size:
+        return _Scatter.apply(x, parts, mesh)
+    dim, folded, inner = _folded(x, parts, parts.size)
+    return _Scatter.apply(folded, inner, mesh).flatten(dim, dim + 1)
 
 
-def _by_period(function: Any, x: Tensor, parts: Parts, period: int, mesh: Mesh) -> Tensor:
-    """Apply to each period of a dim that repeats the one dealt: heads, again for each row of a batch."""
+def _folded(x: Tensor, parts: Parts, period: int) -> tuple[int, Tensor, Parts]:
+    """A dim that repeats the one dealt (heads, again for each row of a batch), with the repetitions a dim before it."""
     dim = parts.dim % x.dim()
-    if x.shape[dim] == period:
-        return function.apply(x, parts, mesh)
     if not period or x.shape[dim] % period:
         raise PlanError(
             f"A dim of {x.shape[dim]} is no multiple of the {period} that the plan deals.", hint="Plan again."
         )
-    inner = replace(parts, dim=dim + 1)
-    return function.apply(x.unflatten(dim, (-1, period)), inner, mesh).flatten(dim, dim + 1)
+    return dim, x.unflatten(dim, (-1, period)), replace(parts, dim=dim + 1)
 
 
 def once(x: Tensor, mesh: Mesh) -> Tensor:

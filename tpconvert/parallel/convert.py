@@ -242,7 +242,7 @@ def _reduces(boundaries: list[Boundary], path: str) -> list[Boundary]:
     """The reduces of the module's whole output, one for each call."""
     found: dict[int, Boundary] = {}
     for b in boundaries:
-        if b.module == path and b.kind == "reduce" and b.side == "output" and b.slots == ("",):
+        if b.module == path and b.kind == "reduce" and b.side == "output" and b.slots == ("",) and b.call == -1:
             found.setdefault(b.call, b)
     return list(found.values())
 

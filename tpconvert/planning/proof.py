@@ -79,7 +79,11 @@ def _compare(
             for node in nodes:
                 other = next((o for o in at if o.meta["op"] == node.meta["op"]), None)
                 if other is None:
-                    break  # data took another path; the values proof decides
+                    if not _by_values(node, by_data):  # else data took another path, and the values proof decides
+                        faults.setdefault(
+                            path, Fault(path, f"on rank {rank} it takes another path, without {node.meta['op']}")
+                        )
+                    break
                 why = _differs(node, other, choice, rank, by_data) or _reads_differ(node, other, choice, rank, by_data)
                 if why is not None:
                     faults.setdefault(path, Fault(path, why))
@@ -134,6 +138,12 @@ def _reads_differ(node: fx.Node, other: fx.Node, choice: Choice, rank: int, by_d
         if path not in sites and isinstance(value, int | float) and isinstance(here, int | float) and here != value:
             return f"{node.meta['op']} is given {here} on rank {rank} where the whole model gives {value}"
     return None
+
+
+def _by_values(node: fx.Node, by_data: set[fx.Node]) -> bool:
+    """Whether the forward that ran an op branches on values, which a dry run does not have."""
+    call = node.meta["call"]
+    return call is None or bool(call.asked) or node in by_data
 
 
 def _is_ours(module: nn.Module) -> bool:

@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tpconvert.analyze.axes import tensors
 from tpconvert.analyze.capture import Inputs, Trace, capture
 from tpconvert.analyze.shadow import Shadow, needs_shadow
 from tpconvert.errors import SourceError
+
+Differences = dict[str, dict[Any, Any] | None]
+"""Module path -> the constants that differ between two captures; None where the ops do."""
 
 
 class Training:
@@ -25,50 +29,89 @@ class Training:
 
     def __init__(self, module: nn.Module, inputs: Inputs, trace: Trace) -> None:
         self.module, self.inputs, self.trace = module, inputs, trace
-        self.found: dict[str, dict[Any, Any] | None] | None = None
+        self.other: Trace | None = None
+        self.in_training: Differences | None = None
+        self.in_other_dtype: Differences | None = None
 
     def __contains__(self, path: str) -> bool:
-        return self.differences.get(path) is not None
+        return self.differences.get(path) is not None and self.dtypes.get(path) is not None
 
     def __getitem__(self, path: str) -> dict[Any, Any]:
-        return self.differences[path] or {}
+        return (self.dtypes[path] or {}) | (self.differences[path] or {})
+
+    def elsewhere(self) -> list[str]:
+        """Modules whose forward takes another path in training."""
+        found = self.differences  # which captures in train mode
+        if self.other is None:
+            return []
+        mine, theirs = (_floating(own_ops(t)) for t in (self.trace, self.other))
+        wiring, other_wiring = children(self.trace), children(self.other)
+        return [
+            path
+            for path in found
+            if not path.startswith("?")
+            and (mine.get(path) != theirs.get(path) or wiring.get(path) != other_wiring.get(path))
+        ]
 
     def get(self, path: str) -> dict[Any, Any]:
-        """The constants of a module that differ; none where its ops differ."""
+        """The constants of a module that differ in training; none where its ops differ."""
         return self.differences.get(path) or {}
 
     @property
-    def differences(self) -> dict[str, dict[Any, Any] | None]:
-        """Module path -> the constants that differ; None where the ops differ."""
-        if self.found is None:
-            self.found = self._compare()
-        return self.found
+    def differences(self) -> Differences:
+        """What differs in train mode."""
+        if self.in_training is None:
+            self.in_training = self._compare(None)
+        return self.in_training
 
-    def _compare(self) -> dict[str, dict[Any, Any] | None]:
+    @property
+    def dtypes(self) -> Differences:
+        """What differs in train mode and another dtype: the dtypes that follow the model's."""
+        if self.in_other_dtype is None:
+            found = (self._compare(dtype) for dtype in other_dtypes(self.module))
+            self.in_other_dtype = next((f for f in found if f), {})
+        return self.in_other_dtype
+
+    def _compare(self, dtype: torch.dtype | None) -> Differences:
+        """Against a capture in train mode; empty where the forward fails."""
         from tpconvert.planning.make import eval_mode
 
-        other = None
-        for dtype in other_dtypes(self.module):
-            module = copy.deepcopy(self.module).to(dtype)
-            try:
-                with eval_mode(module, training=True):
-                    other = capture(module, cast(self.inputs, dtype), shadow=Shadow() if needs_shadow(module) else None)
-                break
-            except SourceError:
-                continue
-        if other is None:
+        module = self.module if dtype is None else copy.deepcopy(self.module).to(dtype)
+        inputs = self.inputs if dtype is None else cast(self.inputs, dtype)
+        buffers = {} if needs_shadow(module) else {n: b.clone() for n, b in module.named_buffers()}
+        try:
+            with eval_mode(module, training=True):
+                other = capture(module, inputs, shadow=Shadow() if needs_shadow(module) else None)
+        except SourceError:
             return {}
-        mine, theirs = own_ops(self.trace), own_ops(other)
-        out: dict[str, dict[Any, Any] | None] = {}
-        for path, calls in mine.items():
-            out[path] = {} if len(calls) == len(theirs.get(path, ())) else None
-            for a, b in zip(calls, theirs.get(path, ()), strict=False):
-                found = _difference(a, b)
-                if found is None or out[path] is None:
-                    out[path] = None
-                else:
-                    out[path] |= found  # type: ignore[operator]
-        return out
+        finally:
+            for name, buffer in module.named_buffers():  # running statistics moved
+                if name in buffers:
+                    buffer.data.copy_(buffers[name])
+        if dtype is None:
+            self.other = other
+        return compared(self.trace, other)
+
+
+def _floating(ops: dict[str, list[list[fx.Node]]]) -> dict[str, list[list[str]]]:
+    """The names of the ops that give floating values: a counter of batches is no other path."""
+    return {p: [[n.meta["op"] for n in call if _is_floating(n)] for call in calls] for p, calls in ops.items()}
+
+
+def _is_floating(node: fx.Node) -> bool:
+    return any(t.is_floating_point() for t in tensors(node.meta["val"]))
+
+
+def compared(trace: Trace, other: Trace) -> Differences:
+    """What differs between two captures of one module."""
+    mine, theirs = own_ops(trace), own_ops(other)
+    wiring, other_wiring = children(trace), children(other)
+    out: Differences = {}
+    for path, calls in mine.items():
+        same = len(calls) == len(theirs.get(path, ())) and wiring.get(path) == other_wiring.get(path)
+        found = [_difference(a, b) for a, b in zip(calls, theirs.get(path, ()), strict=False)]
+        out[path] = {k: v for f in found for k, v in f.items()} if same and None not in found else None  # type: ignore[union-attr]
+    return out
 
 
 def other_dtypes(module: nn.Module) -> list[torch.dtype]:
@@ -84,6 +127,15 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     if isinstance(tree, Mapping):
         return {k: cast(v, dtype) for k, v in tree.items()}
     return type(tree)(cast(v, dtype) for v in tree) if isinstance(tree, tuple | list) else tree
+
+
+def children(trace: Trace) -> dict[str, list[str]]:
+    """Module path -> the children its calls call, in order."""
+    out: dict[str, list[str]] = defaultdict(list)
+    for call in trace.calls:
+        if call.parent is not None:
+            out[call.parent.module].append(call.module)
+    return out
 
 
 def own_ops(trace: Trace) -> dict[str, list[list[fx.Node]]]:

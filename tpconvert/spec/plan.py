@@ -87,7 +87,7 @@ class Boundary:
     """gather, scatter: how that dim is dealt."""
     span: tuple[int, int] | None = None
     """copy: only this range of ``dim`` has a partial gradient; the rest is left alone."""
-    call: int = 0
+    call: int = -1
     """Which call of the module in one forward, for modules called more than once; -1 is every call."""
 
 
