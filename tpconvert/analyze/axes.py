@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -152,9 +153,9 @@ class Axes:
             return None
         return P(*factors) if factors else V(1)
 
-    @property
+    @cached_property
     def input_atoms(self) -> set[Term]:
-        """The atoms of the dims of the model's inputs."""
+        """The atoms of the dims of the model's inputs, once all are known."""
         inputs = [n for n in self.trace.nodes if n.meta["op"] == "input"]
         return set().union(*(leaves(t) for n in inputs for t in self.of(n)))
 
