@@ -59,8 +59,9 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
             if node in flow.inline:
                 flow.reduced[node] = Placed("reduce", node, None, node.meta["call"])
             _add_once(flow, node, contracted[node])
-        if node in flow.partial and (target := inplace_target(node)) is not None:
-            flow.partial.add(target) if target.meta["op"] in UNIFORM else None
+        target = inplace_target(node)
+        if node in flow.partial and target is not None and target.meta["op"] in UNIFORM:
+            flow.partial.add(target)
     for node in (*flow.ax.trace.outputs.values(), *flow.ax.trace.read):
         if node in flow.partial and node not in flow.reduced:
             _reduce(flow, hosts, node)

@@ -19,7 +19,7 @@ from tpconvert.analyze.axes import is_many, stops_gradient
 from tpconvert.analyze.capture import Call
 from tpconvert.analyze.emulate import is_local
 from tpconvert.analyze.flow import Flow, Placed
-from tpconvert.analyze.provenance import Int, reads_shape
+from tpconvert.analyze.provenance import Int, evaluate, reads_shape
 from tpconvert.analyze.terms import P, Term, blocks, leaves
 from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Rewrite
@@ -322,8 +322,6 @@ def _reads_cut(expr: Any, flow: Flow) -> bool:
 
 
 def _whole(expr: Any, ax: Any) -> int:
-    from tpconvert.analyze.provenance import evaluate
-
     def value(a: Any) -> int:
         held = getattr(ax.trace.owners[a.owner], a.name)
         return int(held if a.item is None else held[a.item])
