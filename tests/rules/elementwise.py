@@ -55,7 +55,8 @@ def elementwise() -> dict[str, list[Case]]:
     fills = {"fill_": (0.3,)}
     for name in ["normal_", "uniform_", "bernoulli_", "exponential_"]:
         out[name] = [case(lambda x, n=name: x + 0 * getattr(x.detach().clone(), n)(), X)]
-    for name in ["rand_like", "randn_like", "empty_like", "bernoulli"]:
+    out["empty_like"] = [case(lambda x: x + torch.empty_like(x.detach()).fill_(0.3), X)]  # unfilled, it may hold a NaN
+    for name in ["rand_like", "randn_like", "bernoulli"]:
         out[name] = [case(lambda x, n=name: x + 0 * getattr(torch, n)(x.detach().abs().clamp(0, 1)), positive(*X))]
     for name in ["detach_", "zero_", "erfinv_", "fill_", "requires_grad_"]:
         out[name] = [case(inplace(name, *fills.get(name, ())), X)]
