@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -99,6 +100,17 @@ def test_a_function_is_sharded_with_its_weights(own, tmp_path):
 def test_verify_proves_a_function_by_emulation(own):
     result = run("verify", own, "--tp", 2, "--emulate")
     assert result.stdout.splitlines()[-1].startswith("Equal:")
+
+
+def test_verify_emulates_with_the_rules_the_plan_was_made_with(tmp_path):
+    examples = Path(__file__).parents[1] / "examples"
+    own, rules = f"{examples / 'own_op.py'}:build", ("--rules", examples / "own_rule.toml")
+    run("plan", own, "--tp", 2, *rules, "-o", tmp_path / "plan.json")
+    assert any(v.layout.cut for v in Plan.loads((tmp_path / "plan.json").read_text()).verdicts)
+    for planned in (("--tp", 2), ("--plan", tmp_path / "plan.json")):
+        assert run("verify", own, *planned, *rules, "--emulate").stdout.splitlines()[-1].startswith("Equal:")
+    without = CliRunner().invoke(main, ["verify", own, "--plan", str(tmp_path / "plan.json"), "--emulate"])
+    assert without.exit_code == 1, "the rules are not read"
 
 
 def test_verify_compares_the_bytes_of_a_folder(llama, sharded):

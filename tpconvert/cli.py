@@ -191,17 +191,17 @@ def verify(
     if twin and (folder or plan_file):
         raise click.UsageError("--twin verifies a smaller model: neither a folder nor a plan is of its size.")
     if folder:
-        made = _plan_of_folder(Path(folder), tp, overrides, rules, plan_file)
+        made = _plan_of_folder(Path(folder), tp, overrides, () if emulate else rules, plan_file)
         opened = _opened(source, opening)
     else:
-        _check_plan_options(tp, overrides, rules, plan_file)
+        _check_plan_options(tp, overrides, rules, plan_file, emulate)
         opened = _opened(source, opening)
         if twin:
             from tpconvert.source import twin as shrink
 
             opened = shrink(opened)
         made = _plan_of(opened, tp, overrides, rules, plan_file)
-    proof = prove(opened, made, folder=Path(folder) if folder else None, emulate=emulate)
+    proof = prove(opened, made, folder=Path(folder) if folder else None, emulate=emulate, rules=rules)
     if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks for all
         _say_notes(opened)
         click.echo(json.dumps(proof.to_json()) if as_json else proof_text(proof, every=every))
@@ -308,7 +308,6 @@ def _opened(source: str, opening: dict[str, Any]) -> Source:
 def _plan_of(
     opened: Source, tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None
 ) -> Plan:
-    _check_plan_options(tp, overrides, rules, plan_file)
     if plan_file:
         return _read_plan(Path(plan_file), tp)
     from tpconvert.planning import make_plan
@@ -326,9 +325,9 @@ def _plan_of(
 
 
 def _check_plan_options(
-    tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None
+    tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None, emulate: bool = False
 ) -> None:
-    if plan_file and (overrides or rules):
+    if plan_file and (overrides or (rules and not emulate)):  # which finds the axes of the recorded graph anew
         raise click.UsageError("--plan is a plan already made: --set and --rules have no effect on it.")
     if tp is None and not plan_file:
         raise click.UsageError("Missing option '--tp'.")

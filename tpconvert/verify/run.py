@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -37,13 +37,15 @@ LIMIT = timedelta(minutes=30)
 """How long a rank waits for the others."""
 
 
-def verify(source: Source, plan: Plan, *, folder: Path | None = None, emulate: bool = False) -> Result:
+def verify(
+    source: Source, plan: Plan, *, folder: Path | None = None, emulate: bool = False, rules: Sequence[Path | str] = ()
+) -> Result:
     """The whole model and the one ``plan`` makes of it, compared; with ``folder``, also every stored byte.
 
     Ranks are gloo processes on this machine, or those of torchrun where this runs under it.  ``emulate`` runs all
-    ranks in lockstep in this process instead, on the recorded graph.
+    ranks in lockstep in this process instead, on the recorded graph; it needs the ``rules`` the plan was made with.
     """
-    result = verify_emulated(source, plan) if emulate else _on_ranks(source, plan)
+    result = verify_emulated(source, plan, rules) if emulate else _on_ranks(source, plan)
     result = replace(result, notes=(*result.notes, *plan.notes))
     if folder is not None:
         stored = compare_bytes(source, folder)
@@ -130,12 +132,14 @@ def _last_line(text: str) -> str:
 # -- lockstep ---------------------------------------------------------------------------------------------------
 
 
-def verify_emulated(source: Source, plan: Plan) -> Result:
+def verify_emulated(source: Source, plan: Plan, rules: Sequence[Path | str] = ()) -> Result:
     """All ranks in lockstep in this process: every op's result, every output, every gradient."""
-    return emulate_module(source.build(), source.inputs, plan)
+    return emulate_module(source.build(), source.inputs, plan, rules=rules)
 
 
-def emulate_module(module: nn.Module, inputs: Any, plan: Plan, seed: int = 0) -> Result:
+def emulate_module(
+    module: nn.Module, inputs: Any, plan: Plan, seed: int = 0, *, rules: Sequence[Path | str] = ()
+) -> Result:
     """As :func:`verify_emulated`, for a real module, which is perturbed in place.
 
     The axes are found anew in the recorded graph and must give the very layouts, collectives and edits of the plan.
@@ -146,7 +150,7 @@ def emulate_module(module: nn.Module, inputs: Any, plan: Plan, seed: int = 0) ->
         if tolerance is FLOAT32:
             call(module, inputs)
         trace = capture(module, inputs, values=True)
-        found = reproduce(trace, plan)
+        found = reproduce(trace, plan, [Path(r) for r in rules])
         emulation = found.emulate()
         checks = compare_asked(module, inputs, trace, found, plan)
     bound = tolerance.bound
