@@ -15,31 +15,15 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from tpconvert.analyze.provenance import Expression, Int, dims_read
+from tpconvert.analyze.shadow import QUESTIONS
 from tpconvert.analyze.trace import Call
 from tpconvert.analyze.trees import constant_slots, is_plain, tensor_slots, tensors_in
 from tpconvert.errors import SourceError
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 
-CONCRETE = frozenset(
-    [
-        "item",
-        "tolist",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "numpy",
-        "equal",
-        "allclose",
-        "is_nonzero",
-        "__contains__",
-        "__len__",
-        "__hash__",
-    ]
-)
-"""Questions answered by Python values; they leave no node."""
-
+CONCRETE = QUESTIONS | {"__len__", "__hash__"}
+"""Asks for Python values, of the tensor's entries or of the tensor itself; they leave no node."""
 
 DATA_SHAPED = frozenset(["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"])
 """Ops whose result has a shape that hangs on values."""
@@ -146,7 +130,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = op_name(func)
-        if name in CONCRETE and name not in ("__hash__", "__len__") and self.stack:
+        if name in QUESTIONS and self.stack:
             self.stack[-1].asked = self.stack[-1].asked or name
             self.read |= {self.node_for(t) for t in tensors_in((args, kwargs))}
         if name in ("__len__", "numel", "nelement") and self.stack:

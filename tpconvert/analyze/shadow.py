@@ -58,6 +58,7 @@ QUESTIONS = frozenset(
         "__contains__",
     ]
 )
+"""Ask for the values themselves, as Python ones."""
 
 
 def needs_shadow(module: nn.Module) -> bool:
