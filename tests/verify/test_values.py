@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tpconvert.verify.values import floats, form, largest, relative
+from tpconvert.verify.sizes import other_size
+from tpconvert.verify.values import form, largest, relative
 
 INF, NAN = float("inf"), float("nan")
 
@@ -51,16 +52,6 @@ def test_an_infinite_entry_does_not_make_the_scale_infinite():
     assert relative(torch.tensor([INF, 2.0]), torch.tensor([INF, 1.0])) == 1.0
 
 
-def test_only_floating_inputs_change_their_dtype():
-    Pair = namedtuple("Pair", "x ids")
-    tree = {"a": torch.ones(2), "b": [torch.arange(2), (torch.ones(1, dtype=torch.bool), "text", None)]}
-    made = floats(tree, torch.float64)
-    assert made["a"].dtype == torch.float64 and tree["a"].dtype == torch.float32
-    assert made["b"][0].dtype == torch.int64 and made["b"][1][0].dtype == torch.bool
-    assert made["b"][1][1:] == ("text", None)
-    assert floats(Pair(torch.ones(1), torch.arange(1)), torch.float64).x.dtype == torch.float64
-
-
 def test_the_form_of_an_output_is_its_types_names_and_dtypes():
     @dataclass
     class Out:
@@ -73,3 +64,13 @@ def test_the_form_of_an_output_is_its_types_names_and_dtypes():
     for other in ({"a": [x, x]}, {"b": [x, (x,)]}, {"a": (x, (x,))}, {"a": [x, (x.double(),)]}, {"a": [x, (x, x)]}):
         assert form(other) != form({"a": [x, (x,)]})
     assert form(Out(x, x)) != form(Out(x))
+
+
+def test_a_smaller_size_is_cut_wherever_the_tensors_are():
+    Pair = namedtuple("Pair", "ids mask")
+    ids, scale = torch.arange(26).view(2, 13), torch.ones(3)
+    smaller = other_size({"pair": Pair(ids, torch.ones(2, 13)), "all": [ids, None], "scale": scale})
+    assert type(smaller["pair"]) is Pair
+    assert torch.equal(smaller["pair"].ids, ids[:1, :10]) and torch.equal(smaller["all"][0], ids[:1, :10])
+    assert smaller["pair"].mask.shape == (1, 13) and smaller["all"][1] is None and smaller["scale"] is scale
+    assert other_size((torch.ones(1, 13),)) is None

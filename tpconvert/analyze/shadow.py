@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
-from tpconvert.analyze.trees import tensors_below
+from tpconvert.analyze.trees import map_tensors, tensors_below
 
 LIMIT = 300_000
 """Entries of the largest tensor that is shadowed."""
@@ -76,7 +75,7 @@ class Shadow:
 
     def enter(self, tree: Any) -> Any:
         """Inputs on meta, their values kept as shadows."""
-        return tree_map(lambda t: self.twin(t) if isinstance(t, torch.Tensor) else t, tree)
+        return map_tensors(self.twin, tree)
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The meta twin of a real tensor, always the same one."""

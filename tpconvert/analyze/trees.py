@@ -1,26 +1,28 @@
-"""Nested arguments and results: which tensors and constants are in them, by slot."""
+"""Nested arguments and results: which tensors and constants are in them, by slot, and the same with other tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
 
 def tensor_slots(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """``(slot, tensor)`` of each tensor in nested tuples, lists and mappings."""
+    """``(slot, tensor)`` of each tensor in nested tuples, lists, mappings and dataclasses."""
     if isinstance(tree, torch.Tensor):
         yield prefix, tree
         return
-    for key, value in _children(tree):
+    for key, value in children(tree):
         yield from tensor_slots(value, f"{prefix}.{key}" if prefix else key)
 
 
 def constant_slots(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """``(slot, value)`` of each other leaf."""
     if isinstance(tree, tuple | list | Mapping):
-        for key, value in _children(tree):
+        for key, value in children(tree):
             yield from constant_slots(value, f"{prefix}.{key}" if prefix else key)
     elif not isinstance(tree, torch.Tensor):
         yield prefix, tree
@@ -35,15 +37,44 @@ def is_plain(tree: Any) -> bool:
     return isinstance(tree, torch.Tensor | int | float | str) or tree is None
 
 
-def _children(tree: Any) -> Iterator[tuple[str, Any]]:
+def children(tree: Any) -> Iterator[tuple[str, Any]]:
+    """``(key, child)`` of a tuple, list, mapping or dataclass; nothing of any other value."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         yield from zip(tree._fields, tree, strict=True)
     elif isinstance(tree, tuple | list):
         yield from ((str(i), v) for i, v in enumerate(tree))
     elif isinstance(tree, Mapping):
         yield from ((str(k), v) for k, v in tree.items())
-    elif hasattr(tree, "__dataclass_fields__"):
+    elif is_dataclass(tree) and not isinstance(tree, type):
         yield from ((name, getattr(tree, name)) for name in tree.__dataclass_fields__)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """A tree of the same types with ``function`` of each tensor in its place; the given tree is left as it is."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, tuple | list):
+        items = [map_tensors(function, item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, Mapping):
+        made = {key: map_tensors(function, value) for key, value in tree.items()}
+        if type(tree) is dict or not isinstance(tree, MutableMapping):
+            return made
+        own = copy.copy(tree)  # keeps what else it holds: a defaultdict's factory, a ModelOutput's attributes
+        for key, value in made.items():
+            own[key] = value
+        return own
+    if is_dataclass(tree) and not isinstance(tree, type):
+        own = copy.copy(tree)
+        for name, value in children(tree):
+            object.__setattr__(own, name, map_tensors(function, value))  # a frozen one too
+        return own
+    return tree
+
+
+def floats_as(tree: Any, dtype: torch.dtype) -> Any:
+    """A tree with its floating tensors in another dtype."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
 def tensors_below(tree: Any) -> Iterator[torch.Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import fx, nn
 from tpconvert.analyze.axes import tensors
 from tpconvert.analyze.capture import Inputs, Trace, capture
 from tpconvert.analyze.shadow import Shadow, needs_shadow
+from tpconvert.analyze.trees import floats_as
 from tpconvert.errors import SourceError
 
 Differences = dict[str, dict[Any, Any] | None]
@@ -77,7 +77,7 @@ class Training:
         from tpconvert.planning.make import eval_mode
 
         module = self.module if dtype is None else copy.deepcopy(self.module).to(dtype)
-        inputs = self.inputs if dtype is None else cast(self.inputs, dtype)
+        inputs = self.inputs if dtype is None else floats_as(self.inputs, dtype)
         buffers = {} if needs_shadow(module) else {n: b.clone() for n, b in module.named_buffers()}
         try:
             with eval_mode(module, training=True):
@@ -118,15 +118,6 @@ def other_dtypes(module: nn.Module) -> list[torch.dtype]:
     """Dtypes that a forward seldom names by itself, so that those that follow the model's stand out."""
     own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     return [d for d in (torch.float64, torch.bfloat16, torch.float16) if d is not own]
-
-
-def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """The floating tensors of example inputs in another dtype."""
-    if isinstance(tree, torch.Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    if isinstance(tree, Mapping):
-        return {k: cast(v, dtype) for k, v in tree.items()}
-    return type(tree)(cast(v, dtype) for v in tree) if isinstance(tree, tuple | list) else tree
 
 
 def children(trace: Trace) -> dict[str, list[str]]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpconvert.analyze.trees import floats_as
 from tpconvert.checkpoint.pieces import gather_pieces, take_pieces
 from tpconvert.errors import NotRunError, TPConvertError, VerifyError
 from tpconvert.parallel import Mesh, clip_grad_norm_, parallelize
@@ -21,7 +22,7 @@ from tpconvert.spec.plan import Plan
 from tpconvert.verify.modes import Exact, loss_of, perturb, tensors_of
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
 from tpconvert.verify.sizes import other_size
-from tpconvert.verify.values import UNEQUAL, floats, form, largest, relative
+from tpconvert.verify.values import UNEQUAL, form, largest, relative
 
 STEPS, RATE, SEED = 2, 1e-2, 0
 LOOSE = 1e-5
@@ -57,7 +58,7 @@ def compare_on_rank(
 
 def precision(module: nn.Module, inputs: Any) -> tuple[Tolerance, Any]:
     """Make the model float64 where its kernels have float64, else float32."""
-    double = floats(inputs, torch.float64)
+    double = floats_as(inputs, torch.float64)
     module.double()
     try:
         with torch.no_grad(), Exact():
@@ -65,7 +66,7 @@ def precision(module: nn.Module, inputs: Any) -> tuple[Tolerance, Any]:
         return FLOAT64, double
     except (RuntimeError, NotImplementedError):
         module.float()
-        return FLOAT32, floats(inputs, torch.float32)
+        return FLOAT32, floats_as(inputs, torch.float32)
 
 
 Record = dict[tuple[str, str], Tensor]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tpconvert.analyze.capture import descending_into_functionals
+from tpconvert.analyze.trees import tensor_slots
 
 DROPOUTS = frozenset(
     f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_", "native_") for end in ("", "_")
@@ -102,19 +103,10 @@ def _once(module: nn.Module) -> Iterator[Tensor]:
             yield tensor
 
 
-def tensors_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """``(path, tensor)`` in an output of tuples, lists, mappings and dataclasses."""
-    if isinstance(tree, Tensor):
-        yield prefix or "output", tree
-    elif isinstance(tree, tuple | list):
-        for i, item in enumerate(tree):
-            yield from tensors_of(item, f"{prefix}.{i}" if prefix else str(i))
-    elif hasattr(tree, "items"):
-        for key, item in tree.items():
-            yield from tensors_of(item, f"{prefix}.{key}" if prefix else str(key))
-    elif hasattr(tree, "__dataclass_fields__"):
-        for key in tree.__dataclass_fields__:
-            yield from tensors_of(getattr(tree, key), f"{prefix}.{key}" if prefix else key)
+def tensors_of(tree: Any) -> Iterator[tuple[str, Tensor]]:
+    """``(slot, tensor)`` in an output."""
+    for slot, tensor in tensor_slots(tree):
+        yield slot or "output", tensor
 
 
 def loss_of(output: Any) -> Tensor | None:

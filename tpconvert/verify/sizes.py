@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tpconvert.analyze.trees import map_tensors, tensors_in
 
 SHORTER = 3
 """How many tokens are left off."""
@@ -17,7 +18,7 @@ def other_size(inputs: Any) -> Any:
 
     The batch is the first dim that the tensors share; a sequence is what integer tensors have next to it.
     """
-    tensors = list(_tensors(inputs))
+    tensors = list(tensors_in(inputs))
     batch = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
     lengths = {t.shape[1] for t in tensors if t.dim() == 2 and t.dtype == torch.int64 and t.shape[0] == batch}
     shorter = {n: n - SHORTER for n in lengths if n > 2 * SHORTER}
@@ -33,25 +34,4 @@ def other_size(inputs: Any) -> Any:
 
     if batch < 2 and not shorter:
         return None
-    return _map(cropped, inputs)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, tuple | list):
-        for value in tree:
-            yield from _tensors(value)
-
-
-def _map(function: Any, tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return {k: _map(function, v) for k, v in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)(_map(function, v) for v in tree)
-    return tree
+    return map_tensors(cropped, inputs)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tpconvert.analyze.trees import children
 
 UNEQUAL = float("inf")
 
@@ -45,26 +46,8 @@ def largest(tensor: Tensor | None) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def floats(tree: Any, dtype: torch.dtype) -> Any:
-    """The inputs with their floating tensors in another dtype."""
-    if isinstance(tree, Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    if isinstance(tree, Mapping):
-        return {k: floats(v, dtype) for k, v in tree.items()}
-    if isinstance(tree, tuple | list):
-        items = [floats(v, dtype) for v in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    return tree
-
-
 def form(tree: Any) -> Any:
     """What an output is made of: types, names and dtypes, but no numbers."""
     if isinstance(tree, Tensor):
         return tree.dtype
-    if isinstance(tree, tuple | list):
-        return type(tree), [form(item) for item in tree]
-    if isinstance(tree, Mapping):
-        return type(tree), {key: form(item) for key, item in tree.items()}
-    if hasattr(tree, "__dataclass_fields__"):
-        return type(tree), {key: form(getattr(tree, key)) for key in tree.__dataclass_fields__}
-    return type(tree)
+    return type(tree), {key: form(item) for key, item in children(tree)}
