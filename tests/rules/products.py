@@ -82,6 +82,7 @@ PRODUCTS: dict[str, list[Case]] = {
     "embedding": [
         case(lambda w, i: F.embedding(i, w), (7, 5), places(2, 3, below=7)),
         case(lambda w, i: F.embedding(i, w, padding_idx=6), (7, 5), places(2, 3, below=7)),
+        case(lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), (7, 5), places(5, 3, below=7)),
     ],
     "conv1d": [
         case(F.conv1d, (2, 3, 7), (5, 3, 2), (5,)),

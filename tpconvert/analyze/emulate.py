@@ -211,7 +211,7 @@ class Lockstep:
             worst = 0.0
             for rank, part in enumerate(parts):
                 want = self.deal.local(whole, self.ax.of(node), rank) if node in self.flow.cut else whole
-                have = part.grad if part.grad is not None else torch.zeros_like(part)
+                have = part.grad.to_dense() if part.grad is not None else torch.zeros_like(part)
                 worst = max(worst, relative(have, want, whole, floor))
             self.out.gradients.append(Difference(name, "", worst))
 
@@ -306,7 +306,8 @@ def whole_gradients(ax: Axes, weights: list[tuple[fx.Node, torch.Tensor]]) -> di
     named = {n: node.meta["val"] for n, node in ax.trace.parameters.items() if node.meta["val"].requires_grad}
     total: Any = sum((node.meta["val"] * w).sum() for node, w in weights)
     grads = torch.autograd.grad(total, list(named.values()), allow_unused=True, retain_graph=True)
-    return {n: g if g is not None else torch.zeros_like(p) for (n, p), g in zip(named.items(), grads, strict=True)}
+    pairs = zip(named.items(), grads, strict=True)
+    return {n: g.to_dense() if g is not None else torch.zeros_like(p) for (n, p), g in pairs}
 
 
 def masked_lookup(table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, node: fx.Node) -> torch.Tensor:

@@ -95,6 +95,11 @@ def attention(ax: Axes, node: fx.Node, a: Bound) -> Dims:
 def embedding(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     """Rows looked up: where the rows are cut, the others' rows are zero and the result is partial."""
     table = ax.of(a["input"])
+    for option in ("sparse", "scale_grad_by_freq"):
+        if a.get(option):
+            ax.block(table[0], node, f"embedding: its gradient with {option}=True needs all words on one rank")
+    if a.get("scale_grad_by_freq"):
+        ax.block(ax.of(a["indices"]), node, "embedding: scale_grad_by_freq=True counts all uses of a word")
     ax.contract(table[0], node)
     ax.lookups.add(node)
     return ax.of(a["indices"]) + table[1:]

@@ -201,6 +201,7 @@ class _Pair:
 
     def run_steps(self) -> None:
         """Two steps of SGD with clipping: a wrong gradient scale or norm shows in the parameters."""
+        densify(self.whole)  # torch has no norm of sparse gradients
         gradients = [p.grad for p in self.whole.parameters() if p.grad is not None]
         limit = 0.5 * float(torch.nn.utils.get_total_norm(gradients))
         for step in range(STEPS):
@@ -217,6 +218,7 @@ class _Pair:
                 module.zero_grad(set_to_none=True)
                 with Exact(self.widen):
                     self.loss(module, self.run(module)).backward()
+                densify(module)
         for kind in ("parameter", "buffer"):
             whole, local = (
                 _named(m.named_parameters if kind == "parameter" else m.named_buffers) for m in (self.whole, self.local)
@@ -323,6 +325,13 @@ def call(module: nn.Module, inputs: Any) -> Any:
 
 def _named(source: Any) -> dict[str, Tensor]:
     return dict(source(remove_duplicate=False))
+
+
+def densify(module: nn.Module) -> None:
+    """Make sparse gradients dense."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to_dense()
 
 
 def _grad(parameter: Tensor) -> Tensor:
