@@ -8,7 +8,6 @@ or gives up an axis.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import fnmatch
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from torch import nn
 from tpconvert.analyze.axes import Axes
 from tpconvert.analyze.capture import Inputs, Trace, capture
 from tpconvert.analyze.choose import Choice, choose
+from tpconvert.analyze.copies import copied
 from tpconvert.analyze.patterns import Classifier, load_patterns
 from tpconvert.analyze.planner import Planner
 from tpconvert.analyze.rules import load_rules
@@ -131,7 +131,7 @@ def light(module: nn.Module) -> nn.Module:
     if sum(p.numel() for p in module.parameters() if not p.is_meta) <= MANY:
         return module
     memo = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, memo)
+    return copied(module, memo)
 
 
 def captured(module: nn.Module, inputs: Inputs) -> Trace:

@@ -6,7 +6,6 @@ out in another shape, or a forward that fails, names the module at fault.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -14,6 +13,7 @@ from torch import fx, nn
 from tpconvert.analyze.axes import is_many, tensors
 from tpconvert.analyze.capture import Inputs, Trace, capture
 from tpconvert.analyze.choose import Choice
+from tpconvert.analyze.copies import copied
 from tpconvert.analyze.shadow import Shadow, needs_shadow
 from tpconvert.errors import RewriteError, SourceError
 from tpconvert.parallel import parallelize
@@ -52,7 +52,7 @@ def _uneven(choice: Choice, tp: int) -> bool:
 def _prove_rank(module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice, plan: Plan, rank: int) -> list[Fault]:
     from tpconvert.planning.make import eval_mode
 
-    local = copy.deepcopy(module)
+    local = copied(module)
     try:
         parallelize(local, plan, dry_mesh(rank, plan.tp))
     except RewriteError as error:

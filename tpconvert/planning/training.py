@@ -7,7 +7,6 @@ a choice, dtypes that differ are read from the tensor they were read from.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import fx, nn
 
 from tpconvert.analyze.axes import tensors
 from tpconvert.analyze.capture import Inputs, Trace, capture
+from tpconvert.analyze.copies import copied
 from tpconvert.analyze.shadow import Shadow, needs_shadow
 from tpconvert.analyze.trees import floats_as
 from tpconvert.errors import SourceError
@@ -76,7 +76,7 @@ class Training:
         """Against a capture in train mode; empty where the forward fails."""
         from tpconvert.planning.make import eval_mode
 
-        module = self.module if dtype is None else copy.deepcopy(self.module).to(dtype)
+        module = self.module if dtype is None else copied(self.module).to(dtype)
         inputs = self.inputs if dtype is None else floats_as(self.inputs, dtype)
         buffers = {} if needs_shadow(module) else {n: b.clone() for n, b in module.named_buffers()}
         try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tpconvert.analyze.copies import copied
 from tpconvert.errors import SourceError
 
 BATCH, LENGTH, OTHER_LENGTH = 2, 13, 7
@@ -28,7 +28,7 @@ def example_inputs(module: nn.Module, config: Any) -> dict[str, Any]:
     """
     found = list(candidates(module, config))
     if len(found) > 1:
-        skeleton = deepcopy(module).to("meta")
+        skeleton = copied(module).to("meta")
         return next((inputs for inputs in found if _runs(skeleton, inputs)), found[0])
     return found[0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpconvert.analyze.copies import copied
 from tpconvert.analyze.trees import floats_as
 from tpconvert.checkpoint.pieces import gather_pieces, take_pieces
 from tpconvert.errors import NotRunError, TPConvertError, VerifyError
@@ -45,7 +45,7 @@ def compare_on_rank(
     """
     perturb(whole, seed)
     tolerance, inputs = precision(whole, inputs)
-    local = copy.deepcopy(whole)
+    local = copied(whole)
     parallelize(local, plan, mesh)
     if disturb is not None:
         disturb(local, mesh)

@@ -1,0 +1,53 @@
+"""A module that can be run, changed and thrown away in another's place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tpconvert.errors import SourceError
+
+
+def copied(module: nn.Module, parameters: Mapping[int, nn.Parameter] | None = None) -> nn.Module:
+    """A deep copy; ``parameters`` gives those of the copy in place of some of the module's, by their ids.
+
+    A tensor that a forward computed and left on the module (a loss for later, the weight that ``weight_norm``
+    puts together before each call) has a history, which cannot be copied: the copy holds its value alone, until a
+    forward computes it anew.  What refuses to be copied (a lock, a file, a Python module) is shared.
+    """
+    shared: dict[int, Any] = {}
+    while True:
+        try:
+            with _WithoutHistory():
+                return copy.deepcopy(module, {**(parameters or {}), **shared})
+        except Exception as error:  # whatever the parts of a module raise
+            culprit = _refusing(error)
+            if isinstance(culprit, nn.Module | Tensor) or id(culprit) in shared:
+                raise SourceError(
+                    f"{type(module).__name__} cannot be copied: its {type(culprit).__name__} raises "
+                    f"{type(error).__name__}: {' '.join(str(error).split())}"
+                ) from error
+            shared[id(culprit)] = culprit
+
+
+class _WithoutHistory(TorchFunctionMode):
+    """Copies of tensors that were computed are their values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def _refusing(error: Exception) -> Any:
+    """What ``copy.deepcopy`` was at when it failed: the innermost one."""
+    culprit, tb = None, error.__traceback__
+    while tb is not None:
+        if tb.tb_frame.f_code is copy.deepcopy.__code__:
+            culprit = tb.tb_frame.f_locals["x"]
+        tb = tb.tb_next
+    return culprit
