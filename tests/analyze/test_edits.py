@@ -11,7 +11,9 @@ from tests import hf_models
 from tests.analyze.test_flow import core, cut, planned
 from tests.models import MODELS
 from tests.zoo.frame import Framed, floats, seeded
-from tpconvert.analyze.provenance import Attribute, Int, attributes, evaluate, expression, remembering
+from tpconvert.analyze.capture import capture
+from tpconvert.analyze.edits import spell
+from tpconvert.analyze.provenance import Attribute, Formulas, Int, attributes, evaluate, expression, remembering
 from tpconvert.parallel import Mesh
 from tpconvert.spec.layout import local_size
 from tpconvert.spec.plan import Plan
@@ -244,7 +246,7 @@ class Sizes(nn.Module):
 
 
 def test_arithmetic_on_attributes_can_be_done_again_with_other_values() -> None:
-    module, formulas = Sizes(), []
+    module, formulas = Sizes(), Formulas()
     with remembering(module, formulas) as owners:
         made = (module.width // module.heads + 2) * module.pair[1] - 3 % module.heads
         assert type(module.one) is int
@@ -275,16 +277,56 @@ def test_arithmetic_on_attributes_can_be_done_again_with_other_values() -> None:
     ],
 )
 def test_a_number_that_leaves_the_integers_is_known_as_a_formula(use) -> None:
-    module, formulas = Sizes(), []
+    module, formulas = Sizes(), Formulas()
     with remembering(module, formulas):
         use(module.heads)
     assert [a.name for f in formulas for a in attributes(f)] == ["heads"]
+
+
+@pytest.mark.parametrize(
+    "use", [lambda n: n >> 1, lambda n: 7 & n, lambda n: divmod(n, 5), lambda n: divmod(5, n), lambda n: n.bit_length()]
+)
+def test_an_integer_that_forgets_is_known_as_a_formula(use) -> None:
+    module, formulas = Sizes(), Formulas()
+    with remembering(module, formulas):
+        assert use(module.heads) == use(12)
+    assert [a.name for f in formulas for a in attributes(f)] == ["heads"]
+
+
+class Decides(nn.Module):
+    """Compares sizes in its own forward, and in no child's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit, self.inner = 6, nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if x.shape[1] and max(x.shape[1] * 2, self.limit) == 14 and x.shape[0] < 2.5:
+            return x
+        return -x
+
+
+def test_what_a_forward_decides_by_integers_is_known() -> None:
+    trace = capture(Decides(), (torch.ones(3, 7),))
+    outer, inner = trace.calls
+    assert inner.decided == {}
+    spelled = {
+        (q.__name__, spell(a), str(b) if isinstance(b, int | float) else spell(b)): v
+        for (q, a, b), v in outer.decided.items()
+    }
+    assert spelled == {
+        ("ne", "size(1)", "0"): True,
+        ("gt", "limit", "size(1) * the literal 2"): False,
+        ("eq", "size(1) * the literal 2", "14"): True,
+        ("lt", "size(0)", "2.5"): False,
+    }
 
 
 def test_a_copied_or_pickled_integer_is_a_plain_one() -> None:
     import copy
     import pickle
 
-    number = Int(3, Attribute(0, "n"), [])
+    number = Int(3, Attribute(0, "n"), Formulas())
     for other in (copy.copy(number), copy.deepcopy(number), pickle.loads(pickle.dumps(number))):
         assert type(other) is int

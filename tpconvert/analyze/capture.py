@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from tpconvert.analyze.provenance import Expression, remembering
+from tpconvert.analyze.provenance import remembering
 from tpconvert.analyze.recorder import Inputs, Recorder, descending_into_functionals, is_inplace, mutated_alias
 from tpconvert.analyze.trace import Call, Trace
 
@@ -47,7 +47,7 @@ def capture(module: nn.Module, inputs: Inputs, *, values: bool = False, shadow: 
     own code, where the forward fails.
     """
     recorder = Recorder(module, values, shadow)
-    formulas: list[Expression] = recorder.formulas
+    formulas = recorder.formulas
     with remembering(module, formulas) as owners, _all_floats_need_grad(module):
         output = recorder.run(inputs)
     outputs = dict(recorder.slots(output))

@@ -91,7 +91,7 @@ class _Solver:
                 continue
             if not self.repair(e):
                 unmet[e.call] = (
-                    f"{e.node.meta['op']} in its forward is given {_spell(e.expression)}, which no attribute divides"
+                    f"{e.node.meta['op']} in its forward is given {spell(e.expression)}, which no attribute divides"
                 )
         for place in [p for p in self.values if any(not self.met(e) for e in self.by_place[p] if e.call not in unmet)]:
             for e in self.by_place[place]:
@@ -239,7 +239,8 @@ def _paths(module: nn.Module) -> dict[int, str]:
     return out
 
 
-def _spell(expr: Expression) -> str:
+def spell(expr: Expression) -> str:
+    """An expression in words."""
     if isinstance(expr, int):
         return f"the literal {expr}"
     if isinstance(expr, Attribute):
@@ -247,4 +248,4 @@ def _spell(expr: Expression) -> str:
     if expr[0] == "dim":
         return f"size({expr[2]})"
     signs = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
-    return f"{_spell(expr[1])} {signs[expr[0].__name__]} {_spell(expr[2])}"
+    return f"{spell(expr[1])} {signs[expr[0].__name__]} {spell(expr[2])}"

@@ -28,13 +28,20 @@ class Attribute:
     item: int | None = None
 
 
+class Formulas(list[Expression]):
+    """Expressions that fed a formula: something other than an integer that remembers."""
+
+    def decided(self, question: Callable[[Any, Any], bool], left: Expression, right: Expression, answer: bool) -> None:
+        """Python compared two integers."""
+
+
 class Int(int):
-    """An int with the expression that made it.  ``formulas`` collects expressions that fed a non-integer formula."""
+    """An int with the expression that made it.  ``formulas`` is told of formulas it fed and comparisons it was in."""
 
     expression: Expression
-    formulas: list[Expression]
+    formulas: Formulas
 
-    def __new__(cls, value: int, expression: Expression, formulas: list[Expression]) -> Int:
+    def __new__(cls, value: int, expression: Expression, formulas: Formulas) -> Int:
         """An int of this value that was made so."""
         self = int.__new__(cls, value)
         self.expression = expression
@@ -70,6 +77,13 @@ class Int(int):
         self.formulas.append(self.expression)
         return pow(other, int(self), mod)
 
+    def __bool__(self) -> bool:
+        answer = int(self) != 0
+        self.formulas.decided(operator.ne, self.expression, 0, answer)
+        return answer
+
+    __hash__ = int.__hash__
+
 
 def expression(value: int) -> Expression:
     """How ``value`` was made; a plain int is a literal."""
@@ -96,6 +110,38 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
     _forward, _reverse = _arithmetic(getattr(operator, _name))
     setattr(Int, f"__{_name}__", _forward)
     setattr(Int, f"__r{_name}__", _reverse)
+
+
+def _comparison(question: Callable[[Any, Any], bool]) -> Any:
+    def compare(self: Int, other: Any) -> Any:
+        if not isinstance(other, int | float):
+            return NotImplemented
+        answer = question(int(self), other if type(other) is float else int(other))
+        self.formulas.decided(question, self.expression, other if type(other) is float else expression(other), answer)
+        return answer
+
+    return compare
+
+
+for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
+    setattr(Int, f"__{_name}__", _comparison(getattr(operator, _name)))
+
+
+def _forgetting(name: str) -> Any:
+    plain = getattr(int, name)
+
+    def method(self: Int, *others: Any) -> Any:
+        self.formulas.append(self.expression)
+        return plain(int(self), *others)
+
+    return method
+
+
+for _name in ("and", "or", "xor", "lshift", "rshift", "divmod"):
+    setattr(Int, f"__{_name}__", _forgetting(f"__{_name}__"))
+    setattr(Int, f"__r{_name}__", _forgetting(f"__r{_name}__"))
+for _name in ("bit_length", "bit_count"):
+    setattr(Int, _name, _forgetting(_name))
 
 
 def attributes(expr: Expression) -> set[Attribute]:
@@ -145,7 +191,7 @@ def held_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def remembering(module: nn.Module, formulas: list[Expression]) -> Iterator[dict[int, Any]]:
+def remembering(module: nn.Module, formulas: Formulas) -> Iterator[dict[int, Any]]:
     """Replace integer attributes by :class:`Int` for the duration; yields id -> owner."""
     owners: dict[int, Any] = {id(m): m for m in module.modules()}
     for m in list(module.modules()):
@@ -166,7 +212,7 @@ def remembering(module: nn.Module, formulas: list[Expression]) -> Iterator[dict[
             space[name] = value
 
 
-def _wrap(value: Any, owner: int, name: str, formulas: list[Expression]) -> Any:
+def _wrap(value: Any, owner: int, name: str, formulas: Formulas) -> Any:
     if type(value) is int and value > 1:
         return Int(value, Attribute(owner, name), formulas)
     if type(value) in (tuple, list) and value and all(type(v) is int for v in value):

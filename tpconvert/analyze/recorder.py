@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from tpconvert.analyze.provenance import Expression, Int, dims_read
+from tpconvert.analyze.provenance import Expression, Formulas, Int, dims_read
 from tpconvert.analyze.shadow import QUESTIONS
 from tpconvert.analyze.trace import Call
 from tpconvert.analyze.trees import constant_slots, is_plain, tensor_slots, tensors_in
@@ -29,8 +29,8 @@ DATA_SHAPED = frozenset(["nonzero", "argwhere", "masked_select", "unique", "uniq
 """Ops whose result has a shape that hangs on values."""
 
 
-class Formulas(list[Expression]):
-    """Expressions that fed a formula or a decision; the call under way is told when a tensor's size did."""
+class Noted(Formulas):
+    """Expressions that fed a formula; the call under way is told when a tensor's size did, and what it compared."""
 
     def __init__(self, stack: list[Call]) -> None:
         super().__init__()
@@ -41,6 +41,11 @@ class Formulas(list[Expression]):
         super().append(expression)
         if self.stack:
             self.stack[-1].sized += dims_read(expression)
+
+    def decided(self, question: Callable[[Any, Any], bool], left: Expression, right: Expression, answer: bool) -> None:
+        """The call under way compared two integers."""
+        if self.stack:
+            self.stack[-1].decided[question, left, right] = answer
 
 
 class Recorder(TorchFunctionMode):
@@ -56,7 +61,7 @@ class Recorder(TorchFunctionMode):
         self.names: dict[int, str] = {}
         for name, tensor in _named_tensors(module):
             self.names.setdefault(id(tensor), name)
-        self.formulas: list[Expression] = Formulas(self.stack)
+        self.formulas = Noted(self.stack)
         self.notes: list[str] = []
         self.counts: dict[str, int] = {}
         self.nodes: dict[int, fx.Node] = {}  # id(tensor) -> its newest node

@@ -27,6 +27,8 @@ class Call:
     """A question about values that its own forward asked of a tensor, so that it may take another path another time."""
     sized: list[tuple[fx.Node, int]] = field(default_factory=list)
     """The dims of tensors whose sizes its own forward made a number of."""
+    decided: dict[tuple[Any, Expression, Expression], bool] = field(default_factory=dict)
+    """``(question, left, right)`` -> the answer, for the integers with a memory that its own forward compared."""
     plain: bool = True
     """Whether the output is made of tensors, tuples, lists and dicts alone."""
     position: int = 0
