@@ -54,6 +54,9 @@ class Backward:
         if node.meta["op"] == "parameter":
             self.parameter(node, users, partial - set(mixed_many))
             return
+        if node.meta["op"] == "constant":
+            why = "the gradient of a tensor that is no parameter of the model cannot be summed"
+            raise ConflictError(involved(flow, node), node, why)
         outside = node not in self.inside or node in flow.reduced or node in flow.gathered
         if len(partial) == len(users) and not mixed_many and not returned:
             if not outside or not self.close(node, partial):

@@ -216,8 +216,6 @@ def swap_classes(root: nn.Module, plan: Plan, boundaries: list[Boundary], mesh: 
         reads = {a: r for a, v in verdicts.items() if (r := _read_for(v, mesh)) is not None}
         reduces = _reduces(boundaries, path) if layer is not None and _may_sum(module, layer, verdicts) else []
         boundaries = [b for b in boundaries if not any(b is r for r in reduces)]
-        if reduces and layer is RowParallelLinear:
-            reads.pop("bias", None)  # it is added after the sum, so it counts once
         become(module, layer, reads)
         if layer is not None:
             extra = () if layer is ColumnParallelLinear else (bool(reduces),)
@@ -268,7 +266,7 @@ def _layer_for(module: nn.Module, path: str, verdicts: dict[str, Verdict], reduc
 
 
 def _read_for(verdict: Verdict, mesh: Mesh) -> Read | None:
-    if verdict.kind == "buffer" or not (verdict.sum_grad or verdict.once):
+    if not (verdict.sum_grad or verdict.once):
         return None
     parts = parts_of(verdict.layout.dim, verdict.layout.blocks, mesh) if verdict.layout.cut else None
     return Read(mesh, verdict.sum_grad, verdict.once, parts)

@@ -54,7 +54,8 @@ class RowParallelLinear(nn.Linear):
         if not self.tp_sums:
             return F.linear(x_BI, self.weight, self.bias)
         y_BO = reduce(F.linear(x_BI, self.weight), self.tp_mesh)
-        return y_BO if self.bias is None else y_BO + self.bias.to(y_BO.dtype)
+        bias_O = self._parameters["bias"]  # after the sum it counts on every rank, so not as others read it
+        return y_BO if bias_O is None else y_BO + bias_O.to(y_BO.dtype)
 
     def extra_repr(self) -> str:
         """The local sizes, then the whole weight's shape and the degree."""

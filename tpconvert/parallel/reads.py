@@ -1,8 +1,9 @@
-"""Subclasses made on the spot: they keep a module's class and add how its parameters are read.
+"""Subclasses made on the spot: they keep a module's class and add how its parameters and buffers are read.
 
 A parameter is kept in ``module._parameters``; ``module.weight`` reaches it only because no class attribute is in
 the way.  A property of that name is, so the forward reads through it, while ``state_dict``, optimizers and
-``named_parameters`` see the parameter itself.
+``named_parameters`` see the parameter itself.  So does a forward that reads it another way, from a list of its own
+say: the proof of a plan looks for that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tpconvert.parallel.collectives import Parts, copy, copy_shared, once
@@ -21,7 +23,7 @@ from tpconvert.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Read:
-    """What a parameter becomes when the forward asks for it."""
+    """What a parameter or buffer becomes when the forward asks for it."""
 
     mesh: Mesh
     sum_grad: bool = False
@@ -31,6 +33,9 @@ class Read:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The value to compute with."""
+        if self.mesh.dry:  # another object, so that a proof can tell it from the tensor itself
+            with torch._C.DisableTorchFunction():
+                return tensor.view_as(tensor)
         if self.sum_grad:
             tensor = copy(tensor, self.mesh) if self.parts is None else copy_shared(tensor, self.parts, self.mesh)
         return once(tensor, self.mesh) if self.once else tensor
@@ -99,8 +104,8 @@ def chains(user: type[nn.Module], base: type[nn.Module]) -> bool:
 
 def _reading(name: str) -> property:
     def read(self: nn.Module) -> Any:
-        parameter = self._parameters[name]
-        return None if parameter is None else self._tp_reads[name](parameter)
+        tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
+        return None if tensor is None else self._tp_reads[name](tensor)
 
     return property(read)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from tpconvert.analyze.axes import is_many, tensors
 from tpconvert.analyze.capture import Inputs, Trace, capture
@@ -17,6 +17,7 @@ from tpconvert.analyze.copies import copied
 from tpconvert.analyze.shadow import Shadow, needs_shadow
 from tpconvert.errors import RewriteError, SourceError
 from tpconvert.parallel import parallelize
+from tpconvert.parallel.layers import RowParallelLinear
 from tpconvert.parallel.mesh import dry_mesh
 from tpconvert.planning.training import constants, own_ops
 from tpconvert.spec.plan import Plan
@@ -53,6 +54,7 @@ def _prove_rank(module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice,
     from tpconvert.planning.make import eval_mode
 
     local = copied(module)
+    whole = [*_tensors(module), *_tensors(local)]
     try:
         parallelize(local, plan, dry_mesh(rank, plan.tp))
     except RewriteError as error:
@@ -62,7 +64,8 @@ def _prove_rank(module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice,
             found = capture(local, inputs, shadow=Shadow() if needs_shadow(local) else None)
     except SourceError as error:
         return [Fault(getattr(error, "module", ""), f"its forward fails on rank {rank}: {error.message}")]
-    return _compare(trace, found, local, choice, {r.module for r in plan.rewrites}, rank)
+    shapes = _compare(trace, found, local, choice, {r.module for r in plan.rewrites}, rank)
+    return shapes or _reads_past(found, local, plan, whole)
 
 
 def _compare(
@@ -97,6 +100,42 @@ def _compare(
                 faults.setdefault(call.module, Fault(call.module, why))
     inner = {p for p in faults if not any(q != p and q.startswith(f"{p}.") for q in faults)}
     return [faults[p] for p in faults if p in inner]
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _reads_past(found: Trace, local: nn.Module, plan: Plan, whole: list[tuple[str, Tensor]]) -> list[Fault]:
+    """The modules that reach, not as its module's attribute, what such a read changes or what a part replaced.
+
+    A list of its own holds the tensor itself, a closure even that of the module this is a copy of.
+    """
+    read = {v.name for v in plan.verdicts if v.sum_grad or v.once}
+    past = {node: name for name, node in found.parameters.items() if name in read}
+    read |= {v.name for v in plan.verdicts if v.layout.cut}
+    stale = {id(t): name for name, t in whole if name in read}
+    for node in found.nodes:
+        if node.meta["op"] == "constant" and id(node.meta["val"]) in stale:
+            past[node] = stale[id(node.meta["val"])]
+    faults: dict[str, Fault] = {}
+    for node, name in past.items():
+        for user in node.users:
+            call = user.meta.get("call")
+            if call is not None and _adds_own(local, call.module, node):
+                continue
+            while call is not None and node in call.inputs.values():
+                call = call.parent
+            path = call.module if call is not None else ""
+            faults.setdefault(path, Fault(path, f"it reads {name} not as its module's attribute"))
+    return list(faults.values())
+
+
+def _adds_own(local: nn.Module, path: str, node: fx.Node) -> bool:
+    """Whether a layer of ours adds its own bias, after its sum."""
+    module = None if path.startswith("?") else local.get_submodule(path)
+    ours = isinstance(module, RowParallelLinear) and module.tp_sums
+    return ours and node.meta["val"] is module._parameters.get("bias")
 
 
 def _paired_calls(trace: Trace, found: Trace):  # type: ignore[no-untyped-def]

@@ -1,0 +1,155 @@
+"""Parameters and buffers that a conversion reads another way than it stores them, however the forward reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpconvert.parallel import Mesh
+from tpconvert.planning import make_plan
+from tpconvert.spec.plan import Plan
+from tpconvert.verify import compare_on_rank
+
+
+class Gain(nn.Module):
+    """One parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+
+class Net(nn.Module):
+    """Two layers and a gain between them, whose gradient has a term on each rank; ``reach`` says how it is read."""
+
+    def __init__(self, reach: str = "attribute") -> None:
+        super().__init__()
+        self.up, self.down, self.part = nn.Linear(24, 44), nn.Linear(44, 24), Gain()
+        self.list, self.dict = nn.ParameterList([torch.ones(1)]), nn.ParameterDict({"gain": torch.ones(1)})
+        self.kept = [self.part.gain]
+        gain = self.part.gain
+        self.closure = lambda: gain
+        self.reach = reach
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = {
+            "attribute": lambda: self.part.gain,
+            "list of parameters": lambda: self.list[0],
+            "dict of parameters": lambda: self.dict["gain"],
+            "own list": lambda: self.kept[0],
+            "closure": self.closure,
+            "named": lambda: dict(self.named_parameters())["part.gain"],
+            "table": lambda: self.part._parameters["gain"],
+            "by path": lambda: self.get_parameter("part.gain"),
+        }[self.reach]()
+        return self.down(F.gelu(self.up(x)) * gain)
+
+
+class Weights(Net):
+    """The layers' own tensors, from a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.up.weight, self.down.weight, self.down.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down, bias = self.kept
+        return F.linear(F.gelu(F.linear(x, up)), down, bias)
+
+
+class Shared(Net):
+    """A bias that its own layer adds after a sum, and the forward before another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(x))
+        return torch.tanh(self.down(h)) + torch.sin(F.linear(h * 2, self.down.weight, self.down.bias))
+
+
+class BufferBias(Net):
+    """A bias that is a buffer, added to a term of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 44) / 8)
+        self.register_buffer("bias", torch.randn(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.gelu(self.up(x)), self.weight, self.bias)
+
+
+class Slices(Net):
+    """A cut buffer from a list, as far as it is needed: the whole one in its place would still run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 2, 44))
+        self.kept = [self.scale]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(x))
+        return self.down(h * self.kept[0][: h.shape[-1]])
+
+
+class Loose(Net):
+    """A parameter that is registered nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__("own list")
+        self.kept = [nn.Parameter(torch.ones(1))]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{
+        reach: lambda reach=reach: Net(reach)  # type: ignore[misc]
+        for reach in ("attribute", "list of parameters", "dict of parameters", "own list", "closure", "named", "table")
+    },
+    "by path": lambda: Net("by path"),
+    **{kind.__name__: kind for kind in (Weights, Shared, BufferBias, Slices)},
+}
+
+
+def built(name: str) -> tuple[nn.Module, tuple[Tensor]]:
+    torch.manual_seed(0)
+    return MODELS[name](), (torch.randn(3, 7, 24),)
+
+
+def equal(mesh: Mesh, name: str, planned: str) -> Any:
+    result = compare_on_rank(*built(name), Plan.loads(planned), mesh)
+    return result and (result.equal, result.verdict())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_read_changes_is_changed_however_it_is_reached(name: str, run_ranks: Callable[..., list[Any]]) -> None:
+    plan = make_plan(*built(name), tp=2)
+    assert plan["up.weight"].layout.cut
+    assert any(v.sum_grad or v.once for v in plan.verdicts)
+    same, verdict = run_ranks(equal, 2, name, plan.dumps())[0]
+    assert same, verdict
+
+
+@pytest.mark.parametrize("name", ["own list", "closure", "named", "table", "Weights", "Slices"])
+def test_a_forward_that_reads_past_the_attribute_is_rewritten_and_says_why(name: str) -> None:
+    (rewrite,) = make_plan(*built(name), tp=2).rewrites
+    assert "not as its module's attribute" in rewrite.reason
+
+
+def test_what_cannot_be_rewritten_stays_whole_with_the_reason() -> None:
+    module = Net("own list")
+    module.kept = [Gain().gain]
+    pair = nn.Sequential(module)
+    pair.register_parameter("gain", module.kept[0])  # its holder is not below the module that reads it
+    plan = make_plan(pair, (torch.randn(3, 7, 24),), tp=2)
+    assert not plan["0.up.weight"].layout.cut
+    assert "it reads gain not as its module's attribute" in plan["0.up.weight"].reason
+
+
+def test_a_tensor_without_a_name_that_needs_a_gradient_keeps_its_surroundings_whole() -> None:
+    torch.manual_seed(0)
+    plan = make_plan(Loose(), (torch.randn(3, 7, 24),), tp=2)
+    assert not plan["up.weight"].layout.cut
+    assert "no parameter of the model" in plan["up.weight"].reason
