@@ -134,8 +134,9 @@ def _reads_past(found: Trace, local: nn.Module, plan: Plan, whole: list[tuple[st
 def _adds_own(local: nn.Module, path: str, node: fx.Node) -> bool:
     """Whether a layer of ours adds its own bias, after its sum."""
     module = None if path.startswith("?") else local.get_submodule(path)
-    ours = isinstance(module, RowParallelLinear) and module.tp_sums
-    return ours and node.meta["val"] is module._parameters.get("bias")
+    if not isinstance(module, RowParallelLinear) or not module.tp_sums:
+        return False
+    return node.meta["val"] is module._parameters.get("bias")
 
 
 def _paired_calls(trace: Trace, found: Trace):  # type: ignore[no-untyped-def]
