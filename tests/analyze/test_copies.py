@@ -44,6 +44,19 @@ def test_a_copy_is_a_module_of_its_own():
     assert module.linear.weight.any()
 
 
+def test_a_view_of_a_parameter_is_one_of_the_copys():
+    module = Holds()
+    module.turned = module.linear.weight[1:].t()
+    made = copied(module)
+    assert torch.equal(made.turned, module.turned)
+    (made.turned * 2.0).sum().backward()
+    assert module.linear.weight.grad is None
+    assert made.linear.weight.grad.tolist() == [[0.0] * 3] + [[2.0] * 3] * 3
+    with torch.no_grad():
+        made.linear.weight.zero_()
+    assert not made.turned.any() and module.turned.any()
+
+
 def test_parameters_can_be_given():
     module = Holds()
     other = nn.Parameter(torch.zeros(4, 3))

@@ -84,3 +84,18 @@ def in_half_precision(mesh):
 
 def test_half_precision_gradients_are_summed_in_float32(run_ranks):
     run_ranks(in_half_precision, 2)
+
+
+def complex_ones(mesh):
+    module = nn.ParameterList([nn.Parameter(torch.ones(4, 3, dtype=torch.complex64)), nn.Parameter(torch.ones(2))])
+    module[0].grad = torch.complex(torch.arange(12.0), torch.ones(12)).view(4, 3)
+    module[1].grad = torch.full((2,), -3.0)
+    expected = nn.utils.get_total_norm([p.grad for p in module])
+    plan = plan_of(module, mesh.degree, {"0": rows(4)})
+    want = part(module[0].grad * (0.5 / expected), plan["0"].layout, mesh)
+    torch.testing.assert_close(clip_grad_norm_(parallelize(module, plan, mesh), 0.5, mesh, plan), expected)
+    torch.testing.assert_close(module[0].grad, want)
+
+
+def test_complex_gradients_count_by_their_size(run_ranks):
+    run_ranks(complex_ones, 2)

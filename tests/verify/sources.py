@@ -90,6 +90,18 @@ def raising():
     return after(fault_on_a_rank)
 
 
+def no_kernel(y: Tensor) -> Tensor:
+    """Has no kernel where ranks run."""
+    if dist.is_initialized():
+        raise NotImplementedError("not on this device")
+    return y
+
+
+def neither():
+    """Runs in no dtype."""
+    return after(no_kernel)
+
+
 def death_of_a_rank(y: Tensor) -> Tensor:
     """Dies where ranks run, as for lack of memory."""
     if dist.is_initialized() and dist.get_rank() == 1:

@@ -191,8 +191,36 @@ NARROWINGS = {
 def test_what_asks_for_float32_gets_float64(name):
     with Exact():
         assert NARROWINGS[name](X).dtype == torch.float64
-    with Exact(widen=False):
+    with Exact(torch.float32):
         assert NARROWINGS[name](X).dtype == torch.float32
+
+
+HALVES = {
+    "half()": (lambda x: x.half(), torch.float16),
+    "bfloat16()": (lambda x: x.bfloat16(), torch.bfloat16),
+    "to(dtype)": (lambda x: x.to(torch.bfloat16), torch.bfloat16),
+    "type(name)": (lambda x: x.type("torch.HalfTensor"), torch.float16),
+    "type(class)": (lambda x: x.type(torch.BFloat16Tensor), torch.bfloat16),
+    "zeros": (lambda x: torch.zeros(3, dtype=torch.float16), torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_asks_for_a_half_gets_what_the_model_is_run_in(name, dtype):
+    narrow, own = HALVES[name]
+    assert narrow(X).dtype == own
+    with Exact(dtype):
+        assert narrow(X).dtype == dtype
+
+
+def test_wider_and_other_types_stay_as_they_are():
+    with Exact(torch.float32):
+        assert X.to(torch.float64).dtype == X.double().dtype == X.type(torch.DoubleTensor).dtype == torch.float64
+        assert X.type(torch.LongTensor).dtype == X.long().dtype == X.to(torch.int64).dtype == torch.int64
+        assert X.half().dtype == torch.float32 and X.to(torch.complex64).dtype == torch.complex64
+    with Exact():
+        assert X.to(torch.complex64).dtype == torch.complex128
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5", "bloom", "gpt_oss_loop"])

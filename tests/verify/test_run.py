@@ -148,6 +148,7 @@ def test_a_plan_of_another_model_could_not_be_run(tmp_path):
         ("integers", "error: The model has no output to take a gradient of, so gradients cannot be compared."),
         ("detached", "error: The model has no output to take a gradient of, so gradients cannot be compared."),
         ("raising", f"error: The model fails where it is run: {sources.__file__}:"),
+        ("neither", f"error: The model runs neither in float64 nor in float32: {sources.__file__}:"),
         ("dying", "error: A rank died (process 1 terminated with signal SIGKILL). Is there enough memory?"),
         ("nothing", f"error: {sources.__file__} has no function nothing."),
     ],

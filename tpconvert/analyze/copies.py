@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -17,7 +18,8 @@ def copied(module: nn.Module, parameters: Mapping[int, nn.Parameter] | None = No
 
     A tensor that a forward computed and left on the module (a loss for later, the weight that ``weight_norm``
     puts together before each call) has a history, which cannot be copied: the copy holds its value alone, until a
-    forward computes it anew.  What refuses to be copied (a lock, a file, a Python module) is shared.
+    forward computes it anew.  A view of a parameter is a view of the copy's.  What refuses to be copied (a lock, a
+    file, a Python module) is shared.
     """
     shared: dict[int, Any] = {}
     while True:
@@ -35,12 +37,17 @@ def copied(module: nn.Module, parameters: Mapping[int, nn.Parameter] | None = No
 
 
 class _WithoutHistory(TorchFunctionMode):
-    """Copies of tensors that were computed are their values."""
+    """Copies of tensors that were computed are their values, but views of leaves stay that."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            return args[0].detach().clone()
-        return func(*args, **(kwargs or {}))
+        if func is not Tensor.__deepcopy__ or args[0].is_leaf:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        base = tensor._base
+        if base is None or not base.is_leaf:
+            return tensor.detach().clone()
+        with torch.enable_grad():
+            return copy.deepcopy(base, memo).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _refusing(error: Exception) -> Any:

@@ -40,7 +40,7 @@ def grad_norm(module: nn.Module, mesh: Mesh, plan: Plan) -> Tensor:
         if name not in layouts:
             raise PlanError(f"{name}: the plan has no verdict for it, so its gradient cannot be counted.")
         layout = layouts[name]
-        if parameter.grad is not None and parameter.grad.dtype == torch.float64:
+        if parameter.grad is not None and parameter.grad.dtype.to_real() == torch.float64:
             widest = torch.float64
         if parameter.grad is not None and (layout.cut or mesh.rank == 0):
             counted.append(parameter.grad)
@@ -57,6 +57,7 @@ def _counted_again(grad: Tensor, layout: Layout, mesh: Mesh) -> Iterator[Tensor]
 def _square(grads: list[Tensor], mesh: Mesh) -> Tensor:
     """The sum of all squares."""
     dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
+    dense = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in dense]
     wide = [g for g in dense if g.dtype in (torch.float32, torch.float64)]
     halves = [g for g in dense if g.dtype not in (torch.float32, torch.float64)]
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in halves]  # a norm in bfloat16 has 8 bits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy
@@ -12,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpconvert.analyze.copies import copied
-from tpconvert.analyze.trees import floats_as
+from tpconvert.analyze.trees import map_tensors
 from tpconvert.checkpoint.pieces import gather_pieces, take_pieces
 from tpconvert.errors import NotRunError, TPConvertError, VerifyError
 from tpconvert.parallel import Mesh, clip_grad_norm_, parallelize
 from tpconvert.parallel.collectives import summed
-from tpconvert.source.blame import told
+from tpconvert.source.blame import told, users_line
 from tpconvert.spec.plan import Plan
-from tpconvert.verify.modes import Exact, loss_of, perturb, tensors_of
+from tpconvert.verify.modes import Exact, Widened, loss_of, perturb, tensors_of
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
 from tpconvert.verify.sizes import other_size
 from tpconvert.verify.values import UNEQUAL, form, largest, relative
@@ -58,15 +59,24 @@ def compare_on_rank(
 
 def precision(module: nn.Module, inputs: Any) -> tuple[Tolerance, Any]:
     """Make the model float64 where its kernels have float64, else float32."""
-    double = floats_as(inputs, torch.float64)
-    module.double()
-    try:
-        with torch.no_grad(), Exact():
-            call(module, double)
-        return FLOAT64, double
-    except (RuntimeError, NotImplementedError):
-        module.float()
-        return FLOAT32, floats_as(inputs, torch.float32)
+    for tolerance in (FLOAT64, FLOAT32):
+        wide = Widened(dtype_of(tolerance))
+        module._apply(wide.made)
+        given = map_tensors(wide.made, inputs)
+        try:
+            with torch.no_grad(), Exact(dtype_of(tolerance)):
+                call(module, given)
+            return tolerance, given
+        except (RuntimeError, NotImplementedError) as error:
+            failure = error
+    line = users_line(failure)
+    where = f"{line.filename}:{line.lineno} in {line.name}: " if line else ""
+    raise NotRunError(f"The model runs neither in float64 nor in float32: {where}{told(failure)}") from failure
+
+
+def dtype_of(tolerance: Tolerance) -> torch.dtype:
+    """The dtype that a tolerance is for."""
+    return torch.float64 if tolerance is FLOAT64 else torch.float32
 
 
 Record = dict[tuple[str, str], Tensor]
@@ -81,7 +91,8 @@ class _Pair:
     ) -> None:
         self.whole, self.local, self.inputs, self.plan, self.mesh = whole, local, inputs, plan, mesh
         self.bound, self.floor = tolerance.bound, tolerance.floor
-        self.widen = tolerance is FLOAT64
+        self.dtype = dtype_of(tolerance)
+        self.plain: Callable[[], AbstractContextManager[object]] = nullcontext
         self.checks: list[Check] = []
         self.notes: list[str] = []
         self.parted = ""
@@ -113,7 +124,7 @@ class _Pair:
         for module in (self.whole, self.local):
             module.eval()
         with torch.no_grad():
-            self.outputs(self.run(self.whole), self.run(self.local), "no grad", bound=max(self.bound, LOOSE))
+            self.outputs(*self.run_plain(), "no grad", bound=max(self.bound, LOOSE))
         self.run_other_size()
         for mode in ("eval", "train"):
             buffers = [{n: b.clone() for n, b in m.named_buffers()} for m in (self.whole, self.local)]
@@ -123,6 +134,20 @@ class _Pair:
                     for n, b in module.named_buffers():
                         b.copy_(kept[n])
 
+    def run_plain(self) -> tuple[Any, Any]:
+        """What both return without a mode, which keeps them off their fast paths, if the whole one runs so.
+
+        One that casts to a dtype by name, which its parts no longer have, does not.
+        """
+        try:
+            whole = self.run(self.whole)
+        except RuntimeError:
+            self.plain = lambda: Widened(self.dtype)
+            with self.plain():
+                whole = self.run(self.whole)
+        with self.plain():
+            return whole, self.run(self.local)
+
     def run_other_size(self) -> None:
         """Outputs for fewer rows and a shorter sequence than the plan was made with, where the model takes them."""
         smaller = other_size(self.inputs)
@@ -130,7 +155,7 @@ class _Pair:
             return
         kept, self.inputs = self.inputs, smaller
         try:
-            with torch.no_grad(), Exact(self.widen):
+            with torch.no_grad(), Exact(self.dtype):
                 try:
                     whole = self.run(self.whole)
                 except Exception as error:
@@ -149,9 +174,9 @@ class _Pair:
         for module, record in zip((self.whole, self.local), records, strict=True):
             module.train(mode == "train")
             module.zero_grad(set_to_none=True)
-            with Exact(self.widen) as exact, _Recording(module, record):
+            with Exact(self.dtype) as running, _Recording(module, record):
                 output = self.run(module)
-                runs.append((output, self.loss(module, output), exact.rates))
+                runs.append((output, self.loss(module, output), running.rates))
         (whole, whole_loss, rates), (local, local_loss, local_rates) = runs
         self.outputs(whole, local, mode)
         self.add("loss", "loss", relative(local_loss, whole_loss), mode)
@@ -159,7 +184,7 @@ class _Pair:
         if rates or local_rates:
             self.add("dropout rates", "every dropout", self.over_ranks(0.0 if rates == local_rates else UNEQUAL), mode)
         self.part(records)
-        with Exact(self.widen):
+        with Exact(self.dtype):
             whole_loss.backward()
             local_loss.backward()
         self.gradients(mode)
@@ -216,7 +241,7 @@ class _Pair:
                         if p.grad is not None:
                             p -= RATE * p.grad
                 module.zero_grad(set_to_none=True)
-                with Exact(self.widen):
+                with Exact(self.dtype):
                     self.loss(module, self.run(module)).backward()
                 densify(module)
         for kind in ("parameter", "buffer"):
@@ -231,8 +256,9 @@ class _Pair:
         if not self.drops:
             return
         self.local.zero_grad(set_to_none=True)
-        output = self.run(self.local)
-        self.loss(self.local, output).backward()
+        with self.plain():
+            output = self.run(self.local)
+            self.loss(self.local, output).backward()
         bound = max(self.bound, LOOSE)
         for name, tensor in tensors_of(output):
             if tensor.is_floating_point():
@@ -311,7 +337,11 @@ class _Recording:
 
             return keep
 
-        self.handles = [m.register_forward_hook(hook(path)) for path, m in self.module.named_modules()]
+        self.handles = [
+            part.register_forward_hook(hook(path))
+            for path, part in self.module.named_modules()
+            if not isinstance(part, torch.jit.ScriptModule)  # which takes no hooks
+        ]
 
     def __exit__(self, *error: object) -> None:
         for handle in self.handles:

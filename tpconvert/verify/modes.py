@@ -16,16 +16,58 @@ DROPOUTS = frozenset(
     f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_", "native_") for end in ("", "_")
 )
 
+CASTS = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
+NAMES = {
+    torch.float16: "torch.HalfTensor",
+    torch.bfloat16: "torch.BFloat16Tensor",
+    torch.float32: "torch.FloatTensor",
+    torch.float64: "torch.DoubleTensor",
+}
 
-class Exact(TorchFunctionMode):
-    """float64 wherever the code asks for float32 (norms, rotary tables, softmax), and no dropout.
 
-    Models that go down to float32 inside would part at 1e-7 on rounding alone.
+class Widened(TorchFunctionMode):
+    """``dtype`` wherever the code asks for a narrower one: norms, rotary tables, softmax, a part in bfloat16.
+
+    Models that go down to float32 inside would part at 1e-7 on rounding alone, and a part whose weights were made
+    ``dtype`` would be given what its caller casts to the dtype they had.
     """
 
-    def __init__(self, widen: bool = True) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        self.widen = widen
+        self.dtype = dtype
+        narrow = (torch.bfloat16, torch.float16, torch.float32, torch.complex32, torch.complex64)
+        self.wider: dict[Any, Any] = {d: self.like(d) for d in narrow if d.itemsize < self.like(d).itemsize}
+        self.wider |= {NAMES[d]: NAMES[dtype] for d in NAMES if d in self.wider}
+
+    def like(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype itself for real numbers, for complex ones theirs."""
+        return self.dtype.to_complex() if dtype.is_complex else self.dtype
+
+    def made(self, tensor: Tensor) -> Tensor:
+        """A tensor of floating or complex numbers in this dtype, wider ones too; any other as it is."""
+        given = tensor.dtype
+        return tensor.to(self.like(given)) if given.is_floating_point or given.is_complex else tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in CASTS:
+            return args[0].to(self.widened(CASTS[func]))
+        return func(*map(self.widened, args), **{k: self.widened(v) for k, v in (kwargs or {}).items()})
+
+    def widened(self, value: Any) -> Any:
+        """An argument, a wider dtype in the place of one that is too narrow."""
+        if isinstance(value, torch.dtype):
+            return self.wider.get(value, value)
+        if isinstance(value, str | type):  # tensor types, as ``Tensor.type`` takes them
+            name = value if isinstance(value, str) else f"{value.__module__}.{value.__name__}"
+            return self.wider.get(name, value)
+        return value
+
+
+class Exact(Widened):
+    """Widened, and without dropout."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(dtype)
         self.rates: list[float] = []
         """The rate of each dropout that was left out, 0 where it was not in training mode."""
 
@@ -49,11 +91,7 @@ class Exact(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             rate, kwargs, args = _without_dropout(args, kwargs)
             self.rates += [rate] if rate else []
-        if not self.widen:
-            return func(*args, **kwargs)
-        if func is Tensor.float:
-            return args[0].double()
-        return func(*(_widen(a) for a in args), **{k: _widen(v) for k, v in kwargs.items()})
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _rate(input: Any = None, p: float = 0.5, training: bool = True, *_: Any, **others: Any) -> float:
@@ -66,14 +104,6 @@ def _without_dropout(args: Any, kwargs: dict[str, Any]) -> tuple[float, dict[str
     if len(args) > 4:
         return float(args[4]), kwargs, (*args[:4], 0.0, *args[5:])
     return float(kwargs.get("dropout_p", 0.0)), {**kwargs, "dropout_p": 0.0}, args
-
-
-def _widen(value: Any) -> Any:
-    if value is torch.float32:
-        return torch.float64
-    if value is torch.FloatTensor or (isinstance(value, str) and value == "torch.FloatTensor"):
-        return "torch.DoubleTensor"
-    return value
 
 
 def perturb(module: nn.Module, seed: int = 0) -> None:

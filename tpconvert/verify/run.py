@@ -29,9 +29,9 @@ from tpconvert.source import Source
 from tpconvert.source.blame import blaming
 from tpconvert.spec.plan import Plan
 from tpconvert.verify.asked import compare_asked
-from tpconvert.verify.checks import call, compare_on_rank, precision
+from tpconvert.verify.checks import compare_on_rank, dtype_of, precision
 from tpconvert.verify.modes import Exact, perturb
-from tpconvert.verify.result import BYTES, FLOAT32, FLOAT64, Check, Result
+from tpconvert.verify.result import BYTES, Check, Result
 
 LIMIT = timedelta(minutes=30)
 """How long a rank waits for the others."""
@@ -146,9 +146,7 @@ def emulate_module(
     """
     perturb(module, seed)
     tolerance, inputs = precision(module, inputs)
-    with eval_mode(module), Exact(tolerance is FLOAT64):
-        if tolerance is FLOAT32:
-            call(module, inputs)
+    with eval_mode(module), Exact(dtype_of(tolerance)):
         trace = capture(module, inputs, values=True)
         found = reproduce(trace, plan, [Path(r) for r in rules])
         emulation = found.emulate()
