@@ -51,7 +51,7 @@ def core(make, *args: object, width: int = 22, tp: int = 2, **options: object) -
 @pytest.mark.parametrize("name", ["attention", "gqa_sdpa", "rotary", "gated_mlp"])
 def test_all_layers_that_read_one_value_share_one_copy_of_it(name: str) -> None:
     plan = planned(MODELS[name]())
-    assert [p for p in places(plan, "copy") if not p[0].startswith("head")] == [("norm", "output")]
+    assert [p for p in places(plan, "copy") if not p[0].startswith("head")] == [("core", "input")]
 
 
 def test_attention_and_mlp_side_by_side_share_one_copy() -> None:
@@ -63,7 +63,7 @@ def test_attention_and_mlp_side_by_side_share_one_copy() -> None:
 def test_the_gradient_of_a_router_is_summed_where_it_is_read_and_its_input_copied_once() -> None:
     plan = planned(MODELS["topk_moe"]())
     assert marked(plan, "sum_grad") == {"core.router.weight"}
-    assert [p for p in places(plan, "copy") if not p[0].startswith("head")] == [("norm", "output")]
+    assert [p for p in places(plan, "copy") if not p[0].startswith("head")] == [("core", "input")]
 
 
 def test_weighted_experts_are_summed_once_after_they_are_added_up() -> None:

@@ -75,11 +75,11 @@ class Backward:
         """Place the copy of a value all of whose consumers are in the region; False where no boundary fits."""
         if self.is_lazy(node):
             return False
+        covered, left = self.hosts.covering(node, partial, set())
         host = self.hosts.output(node)
-        if host is not None:
+        if host is not None and (left or len(covered) > 1):  # else the one consumer takes it, whoever calls it
             self.flow.copies.append(Placed("copy", node, host, host.call))
             return True
-        covered, left = self.hosts.covering(node, partial, set())
         if left and node not in self.flow.reduced and node not in self.flow.gathered:
             return False
         self.place(node, covered, left)

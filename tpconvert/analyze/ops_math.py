@@ -154,10 +154,9 @@ def layer_norm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
 
 
 def batch_norm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
-    """Statistics of each channel over everything else."""
+    """Statistics of each channel over everything else, in training if not here."""
     dims = ax.of(a["input"])
-    if a.get("training") or a.get("use_input_stats"):
-        ax.block([t for i, t in enumerate(dims) if i != 1], node, "batch statistics over this dim")
+    ax.block([t for i, t in enumerate(dims) if i != 1], node, "statistics over this dim")
     for operand in nodes_in((node.args[1:], node.kwargs)):
         if len(ax.of(operand)) == 1 and operand is not a["input"]:
             ax.unify(dims[1], ax.of(operand)[0], node)
