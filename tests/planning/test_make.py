@@ -25,7 +25,7 @@ PARTLY = {
     "uncuttable": 0.0, "mha_batch_first": 0.0, "width_norm": 0.4, "recurrent": 0.6, "mqa": 0.65, "albert": 0.7,
     "mha_cross_length_first": 0.7, "residuals": 0.75, "mlp_transposed_tie": 0.8, "latent_attention": 0.8,
     "fused_gated_mlp_odd": 0.8, "unequal_split": 0.8,
-    "mamba": 0.2, "mixtral": 0.4, "qwen3_moe": 0.3, "gpt_oss": 0.4, "deepseek_v3": 0.5,
+    "mixtral": 0.4, "qwen3_moe": 0.3, "gpt_oss": 0.4, "deepseek_v3": 0.5,
 }  # fmt: skip
 """Weights that are cut on two ranks, as a fraction, where it is less than 0.85: at least so much."""
 

@@ -181,12 +181,14 @@ COLLECTIVES, CLIP = "tpconvert.parallel.collectives", "tpconvert.verify.checks.c
 
 FAULTS: dict[str, Fault] = {
     # copies
-    "a copy dropped": Fault("gated_mlp_bias", drop("copy", "norm")),
+    "a copy dropped": Fault("gated_mlp_bias", drop("copy", "core")),
     "the copy before the head dropped": Fault("gated_mlp_bias", drop("copy", "head")),
-    "a copy twice": Fault("gated_mlp_bias", double("copy", "norm")),
-    "a copy on a value that is also used whole": Fault("gated_mlp_bias", turn("copy", "norm", module="inp")),
+    "a copy twice": Fault("gated_mlp_bias", double("copy", "core")),
+    "a copy on a value that is also used whole": Fault(
+        "gated_mlp_bias", turn("copy", "core", module="inp", side="output", slots=("",))
+    ),
     "a copy before the norm instead of after": Fault(
-        "gated_mlp_bias", turn("copy", "norm", side="input", slots=("args.0",))
+        "gated_mlp_bias", turn("copy", "core", module="norm")
     ),
     "a copy for the first call only": Fault("called_twice", turn("copy", "core.layer", call=0)),
     "a copy's span one short at its end": Fault("latent_attention", turn("copy", "core.kv_a", span=(16, 19))),

@@ -74,9 +74,6 @@ class Planner:
                     atoms, f"{path or 'the model'}: {why}, and its forward cannot be written anew: {error}"
                 )
         edits = [e for e in edits if e.module not in wanted]
-        for path in training.elsewhere():
-            for atom in self.touching(path):
-                forbidden[atom] = f"{path or 'the model'}: it takes another path in training, which was not seen"
         drawn, mixed = switches(self.flow, training)
         for path in mixed:
             forbidden |= dict.fromkeys(
@@ -123,12 +120,14 @@ class Planner:
         return {c.atom for a, c in self.candidates.items() if a in out}
 
     def touching(self, path: str) -> set[Term]:
-        """The chosen atoms that a module's own forward carries, or whose collectives stand at values it handles."""
+        """The chosen atoms that a module's own forward carries or hands on, or that are closed at such values."""
         handled: set[fx.Node] = set()
         for call in self.ax.trace.calls:
             if call.module == path or (call.parent is not None and call.parent.module == path):
                 handled |= {*call.inputs.values(), *call.outputs.values()}
         names = {self.axis_of(p) for p in self.flow.placed if p.node in handled}
+        carried = {a for n in handled if n in self.flow.cut for a in self.flow.atoms(n)}
+        names |= {self.names[self.candidates[a]] for a in carried}
         return self.atoms_inside(path) | {c.atom for c, name in self.names.items() if name in names}
 
     # -- axes ---------------------------------------------------------------------------------------------

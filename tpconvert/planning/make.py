@@ -26,7 +26,8 @@ from tpconvert.analyze.planner import Planner
 from tpconvert.analyze.rules import load_rules
 from tpconvert.analyze.shadow import Shadow, needs_shadow
 from tpconvert.analyze.terms import Term
-from tpconvert.errors import PlanError, RuleError
+from tpconvert.errors import PlanError, RuleError, VerifyError
+from tpconvert.planning.held import hold
 from tpconvert.planning.proof import Fault, prove_shapes
 from tpconvert.planning.training import Training
 from tpconvert.spec.plan import Plan
@@ -71,6 +72,7 @@ class Planning:
         module = self.module
         self.pinned = pinned_names(module, overrides)
         self.trace = captured(module, inputs)
+        self.rules = rules
         self.ax = Axes(self.trace, load_rules(rules))
         self.classifier = Classifier(self.ax, load_patterns(rules))
         self.training = Training(module, inputs, self.trace)
@@ -89,10 +91,33 @@ class Planning:
                 continue
             plan = replace(draft.plan, source=self.source)
             faults = prove_shapes(self.module, self.inputs, self.trace, choice, plan)
-            if not faults:
-                return plan
+            if not faults and (held := self.held_in_training(plan, planner, choice)) is not None:
+                return held
             for fault in faults:
                 self.learn(fault, planner, choice)
+
+    def held_in_training(self, plan: Plan, planner: Planner, choice: Choice) -> Plan | None:
+        """The plan, with what only training needs; None where axes were given up for what training does elsewhere."""
+        paths = self.training.elsewhere()
+        other = self.training.other
+        if other is None:
+            return replace(plan, notes=(*plan.notes, f"planned in evaluation alone: {self.training.failure}"))
+        if not paths or not choice.chosen:
+            return plan
+        try:
+            held = hold(plan, self.trace, other, self.rules)
+            faults = prove_shapes(self.module, self.inputs, other, held.choice, held.plan, training=True)
+            if not faults:
+                return held.plan
+            why = "; ".join(f"{f.module or 'the model'}: {f.why}" for f in faults)
+        except VerifyError as error:
+            why = str(error).rstrip(".")
+        atoms = set().union(*map(planner.touching, paths)) or {c.atom for c in choice.chosen}
+        where = next(iter(paths)) or "the model"
+        self.give_up(
+            dict.fromkeys(atoms, f"{where} takes another path in training, where this does not hold: {why}"), choice
+        )
+        return None
 
     def learn(self, fault: Fault, planner: Planner, choice: Choice) -> None:
         """A module that came out wrong is rewritten, and if it was already, its axes are given up."""

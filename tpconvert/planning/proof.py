@@ -31,7 +31,9 @@ class Fault:
     why: str
 
 
-def prove_shapes(module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice, plan: Plan) -> list[Fault]:
+def prove_shapes(
+    module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice, plan: Plan, training: bool = False
+) -> list[Fault]:
     """The modules at fault, none when the plan holds.
 
     Ranks differ only where something is dealt unevenly, so the first and the last stand for all.
@@ -40,7 +42,7 @@ def prove_shapes(module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice
         return []
     ranks = sorted({0, plan.tp - 1}) if _uneven(choice, plan.tp) else [0]
     for rank in ranks:
-        faults = _prove_rank(module, inputs, trace, choice, plan, rank)
+        faults = _prove_rank(module, inputs, trace, choice, plan, rank, training)
         if faults:
             return faults
     return []
@@ -50,7 +52,9 @@ def _uneven(choice: Choice, tp: int) -> bool:
     return any(choice.deal.size(c.atom, 0) != choice.deal.size(c.atom, tp - 1) for c in choice.chosen)
 
 
-def _prove_rank(module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice, plan: Plan, rank: int) -> list[Fault]:
+def _prove_rank(
+    module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice, plan: Plan, rank: int, training: bool
+) -> list[Fault]:
     from tpconvert.planning.make import eval_mode
 
     local = copied(module)
@@ -60,7 +64,7 @@ def _prove_rank(module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice,
     except RewriteError as error:
         return [Fault(error.module, error.message)]
     try:
-        with eval_mode(local):
+        with eval_mode(local, training):
             found = capture(local, inputs, shadow=Shadow() if needs_shadow(local) else None)
     except SourceError as error:
         return [Fault(getattr(error, "module", ""), f"its forward fails on rank {rank}: {error.message}")]

@@ -39,6 +39,11 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
     ax = Axes(trace, load_rules(rules))
     chosen = [_candidate(ax, axis, plan) for axis in plan.axes if any(n in trace.parameters for n in axis.parameters)]
     chosen += _siblings(ax, plan, chosen)
+    for candidate in chosen:
+        for atom in (candidate.atom, *candidate.inner):
+            if ax.blocked.get(atom):
+                why = ax.blocked[atom][0]
+                raise VerifyError(f"An axis of {atom.n} that the plan cuts must stay whole: {why.why}.")
     deal = Deal(plan.tp, {a: s for c in chosen for a, s in shares(c, plan.tp).items()})
     inline = frozenset(n for n in ax.lookups if not n.meta.get("layer"))
     try:

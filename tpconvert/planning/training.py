@@ -16,9 +16,13 @@ from torch import fx, nn
 from tpconvert.analyze.axes import tensors
 from tpconvert.analyze.capture import Inputs, Trace, capture
 from tpconvert.analyze.copies import copied
+from tpconvert.analyze.randoms import DROPS
 from tpconvert.analyze.shadow import Shadow, needs_shadow
 from tpconvert.analyze.trees import floats_as
 from tpconvert.errors import SourceError
+
+NORMS = frozenset(["batch_norm", "instance_norm"])
+"""Ops with a flag for training; their rule holds with the flag and without."""
 
 Differences = dict[str, dict[Any, Any] | None]
 """Module path -> the constants that differ between two captures; None where the ops do."""
@@ -30,6 +34,8 @@ class Training:
     def __init__(self, module: nn.Module, inputs: Inputs, trace: Trace) -> None:
         self.module, self.inputs, self.trace = module, inputs, trace
         self.other: Trace | None = None
+        self.failure = ""
+        """Why the forward could not be run in train mode."""
         self.in_training: Differences | None = None
         self.in_other_dtype: Differences | None = None
 
@@ -50,8 +56,22 @@ class Training:
             path
             for path in found
             if not path.startswith("?")
-            and (mine.get(path) != theirs.get(path) or wiring.get(path) != other_wiring.get(path))
+            and (
+                mine.get(path) != theirs.get(path)
+                or wiring.get(path) != other_wiring.get(path)
+                or self._other_numbers(path)
+            )
         ]
+
+    def _other_numbers(self, path: str) -> bool:
+        """Whether ops are given other constants in training, rates of dropout and flags of norms aside."""
+        calls = own_ops(self.trace)[path]
+        for number, at in self.get(path):
+            ops = {call[number].meta["op"] for call in calls if number < len(call)}
+            rate = ops == {"scaled_dot_product_attention"} and at in ((1, "dropout_p"), (0, 4))
+            if not rate and not ops <= DROPS | NORMS:
+                return True
+        return False
 
     def get(self, path: str) -> dict[Any, Any]:
         """The constants of a module that differ in training; none where its ops differ."""
@@ -82,7 +102,8 @@ class Training:
         try:
             with eval_mode(module, training=True):
                 other = capture(module, inputs, shadow=Shadow() if needs_shadow(module) else None)
-        except SourceError:
+        except SourceError as error:
+            self.failure = error.message if dtype is None else self.failure
             return {}
         finally:
             for name, buffer in module.named_buffers():  # running statistics moved

@@ -1,0 +1,82 @@
+"""Whether a plan made from one trace holds on another: of the same model in training, where it may take another path.
+
+The plan's axes are found again on the other trace, and what they ask for there is compared with what the plan has.
+A module that only the other trace calls brings its own collectives; one that both call must have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tpconvert.analyze.capture import Trace
+from tpconvert.analyze.choose import Choice
+from tpconvert.analyze.patterns import Classifier, load_patterns
+from tpconvert.analyze.planner import Planner
+from tpconvert.errors import VerifyError
+from tpconvert.planning.reproduce import reproduce
+from tpconvert.spec.plan import Boundary, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A plan that holds on both traces, and its choice on the other."""
+
+    plan: Plan
+    choice: Choice
+
+
+class AsRecorded:
+    """Stands for :class:`tpconvert.planning.training.Training` where the trace itself is of training."""
+
+    def __contains__(self, path: str) -> bool:
+        return True
+
+    def __getitem__(self, path: str) -> dict[Any, Any]:
+        return {}
+
+    def get(self, path: str) -> dict[Any, Any]:
+        """What differs in training from the trace: nothing."""
+        return {}
+
+
+def hold(plan: Plan, trace: Trace, other: Trace, rules: Sequence[Path] = ()) -> Held:
+    """``plan``, made from ``trace``, with what modules that only ``other`` calls need as well.
+
+    Raises VerifyError where ``other`` asks for another layout, another summed gradient or another collective.
+    """
+    choice = reproduce(other, plan, rules).choice
+    ax = choice.flow.ax
+    called, also = {c.module for c in trace.calls}, {c.module for c in other.calls}
+    wanted = {r.module: r.reason for r in plan.rewrites if r.module in also}
+    draft = Planner(ax, Classifier(ax, load_patterns(rules)), choice, plan.tp).draft(wanted, AsRecorded())
+    if draft.forbidden:
+        raise VerifyError(next(iter(draft.forbidden.values())))
+    found = draft.plan
+    if extra := {r.module for r in found.rewrites} - {r.module for r in plan.rewrites}:
+        raise VerifyError(f"The forward of {min(extra)} would have to be written anew.")
+    both = called & also
+    for had, asked in ((plan.boundaries, found.boundaries), (plan.edits, found.edits)):
+        have, want = ({_unnamed(x) for x in items if x.module in both} for items in (had, asked))
+        if have != want:
+            item = min(have ^ want, key=repr)
+            raise VerifyError(f"{item.module}: only one of them needs {_what(item)}.")
+    new = also - called
+    merged = replace(
+        plan,
+        boundaries=plan.boundaries + tuple(b for b in found.boundaries if b.module in new),
+        edits=plan.edits + tuple(e for e in found.edits if e.module in new),
+        switches=tuple(dict.fromkeys((*plan.switches, *found.switches))),
+    )
+    return Held(merged, choice)
+
+
+def _unnamed(item: Any) -> Any:
+    """A boundary without what is for reports alone: another trace may see its axis in another pattern."""
+    return replace(item, axis="", shape=(), dtype="") if isinstance(item, Boundary) else item
+
+
+def _what(item: Any) -> str:
+    return f"a {item.kind} at its {item.side}" if isinstance(item, Boundary) else f"another {item.attribute}"
