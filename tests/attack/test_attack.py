@@ -143,6 +143,64 @@ class Straight(nn.Module):
         return self.b(h + ((h * 4).round() / 4 - h).detach())
 
 
+class Mlp(nn.Module):
+    """Two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.gelu(self.a(x)))
+
+
+class Twins(nn.Module):
+    """A head with a bias, on the sums of one module called for each side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m, self.w = Mlp(), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        one, two = (F.normalize(self.w(self.m(z)), dim=-1) for z in (x, other))
+        return one @ two.transpose(-1, -2)
+
+
+class Routed(nn.Module):
+    """Experts in the model's own forward, which data leads, and a loss from the weights that scale their sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(Mlp() for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        flat = x.reshape(-1, WIDTH)
+        chances = self.gate(flat).softmax(-1)
+        weights, chosen = chances.topk(2, -1)
+        y = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            row, column = (chosen == i).nonzero(as_tuple=True)
+            y.index_add_(0, row, expert(flat[row]) * weights[row, column][:, None])
+        return y.view_as(x), chances.mean(0).square().sum()
+
+
+class Full(nn.Module):
+    """A block that hands on what it was given, when asked."""
+
+    class Block(Mlp):
+        def forward(self, x: Tensor, full: bool = False) -> Any:
+            y = super().forward(x)
+            return (y, x) if full else y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = nn.LayerNorm(WIDTH), self.Block()
+
+    def forward(self, x: Tensor, full: bool = False) -> Tensor:
+        y = self.block(self.norm(x), full)
+        return y[0] + y[1] if full else y
+
+
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], list[dict[str, Any]]]] = {
     "windows": (Windows, [{"x": rows()}, {"x": rows(3, 7)}]),
@@ -152,6 +210,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], list[dict[str, Any]]]] = {
     "fused": (Fused, [{"x": rows()}, {"x": rows(1, 7)}]),
     "channels": (Channels, [{"x": IMAGE}, {"x": IMAGE[:1, :, :6]}]),
     "both ways": (BothWays, [{"x": rows()}]),
+    "twins": (Twins, [{"x": rows(), "other": rows(2, 7)}, {"x": rows(1, 4), "other": rows(1, 4)}]),
+    "routed": (Routed, [{"x": rows()}, {"x": rows(3, 7)}]),
+    "full": (Full, [{"x": rows()}, {"x": rows(), "full": True}]),
     "straight": (Straight, [{"x": rows()}, {"x": rows(1, 1)}]),
 }
 

@@ -55,11 +55,12 @@ def choose(
     forbidden: Mapping[Term, str] | None = None,
     pinned: Iterable[str] = (),
     inline: frozenset[fx.Node] = frozenset(),
+    early: frozenset[str] = frozenset(),
 ) -> Choice:
     """The best set of axes at this degree.
 
-    ``forbidden`` atoms are not cut, for the reason given; ``pinned`` parameters stay whole; ``inline`` lookups are
-    summed where they are made.
+    ``forbidden`` atoms are not cut, for the reason given; ``pinned`` parameters stay whole; ``inline`` and ``early``
+    are those of :func:`tpconvert.analyze.flow.trace_flow`.
     """
     rejected: dict[Term, str] = dict(forbidden or {})
     keep = set(pinned)
@@ -71,7 +72,7 @@ def choose(
     while True:
         deal = Deal(tp, {a: s for c in chosen for a, s in shares(c, tp).items()})
         try:
-            flow = trace_flow(ax, deal.shares, inline)
+            flow = trace_flow(ax, deal.shares, inline, early)
             break
         except ConflictError as conflict:
             dropped = [c for c in chosen if {c.atom, *c.inner} & conflict.atoms] or chosen

@@ -24,12 +24,18 @@ from tpconvert.analyze.terms import Term
 __all__ = ["ConflictError", "Flow", "Host", "Hosts", "Placed", "involved", "is_zero", "slice_of", "trace_flow"]
 
 
-def trace_flow(ax: Axes, cut_atoms: Iterable[Term], inline: frozenset[fx.Node] = frozenset()) -> Flow:
-    """The flow of one choice of atoms; ``inline`` lookups are summed where they are made.
+def trace_flow(
+    ax: Axes,
+    cut_atoms: Iterable[Term],
+    inline: frozenset[fx.Node] = frozenset(),
+    early: frozenset[str] = frozenset(),
+) -> Flow:
+    """The flow of one choice of atoms.
 
-    Raises ConflictError where they cannot be cut.
+    ``inline`` lookups are summed where they are made; the forwards of ``early`` modules see no pending sums.  Raises
+    ConflictError where the atoms cannot be cut.
     """
-    flow = Flow(ax, frozenset(cut_atoms), inline)
+    flow = Flow(ax, frozenset(cut_atoms), inline, early)
     hosts = Hosts(ax)
     check_sums(flow)
     while walk(flow, hosts) or make_local(flow) or gather_outputs(flow, hosts):

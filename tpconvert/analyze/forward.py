@@ -42,9 +42,9 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
         if ((seen_cut and flow.atoms(node)) or node in flow.made) and node not in flow.gathered:
             flow.cut.add(node)
         if partial:
-            bad = partial if writes_buffer(node) else _not_linear(flow, node, partial)
-            if not bad and (contracts[node] or node in flow.cut or node in flow.gathered):
-                bad = partial  # a layer would only make the sum wider; parts of a sum that differ cannot be summed
+            # a layer would only make the sum wider; parts of a sum that differ cannot be summed
+            first = contracts[node] or node in flow.cut or node in flow.gathered or writes_buffer(node)
+            bad = partial if first or _summed_early(flow, node) else _not_linear(flow, node, partial)
             for operand in bad:
                 _reduce(flow, hosts, operand)
             used = any(u in flow.partial for operand in bad for u in operand.users)
@@ -95,6 +95,11 @@ def writes_buffer(node: fx.Node) -> bool:
     while target is not None and target.meta["op"] == "alias":
         target = target.args[0]  # type: ignore[assignment]
     return target is not None and target.meta["op"] == "parameter"
+
+
+def _summed_early(flow: Flow, node: fx.Node) -> bool:
+    """Whether the forward that runs an op is to see no pending sums."""
+    return node.meta["call"] is not None and node.meta["call"].module in flow.early
 
 
 def make_local(flow: Flow) -> bool:

@@ -29,6 +29,8 @@ class Draft:
 
     plan: Plan
     forbidden: dict[Term, str] = field(default_factory=dict)
+    early: set[str] = field(default_factory=set)
+    """Modules whose forwards cannot be written anew, and would not have to be if they saw no pending sums."""
 
 
 class Planner:
@@ -64,11 +66,13 @@ class Planner:
         for call in calls:
             wanted.setdefault(call.module, unmet[call])
         forbidden: dict[Term, str] = {}
+        early: set[str] = set()
         rewrites = []
         for path, why in sorted(wanted.items()):
             try:
                 rewrites.append(self.rewrite(path, why, training))
             except UnsupportedError as error:
+                early |= {path} if self.adds_up(path) else set()
                 atoms = self.atoms_inside(path) or set(self.chosen)
                 forbidden |= dict.fromkeys(
                     atoms, f"{path or 'the model'}: {why}, and its forward cannot be written anew: {error}"
@@ -90,7 +94,12 @@ class Planner:
             notes=tuple(self.ax.trace.notes),
         )
         self.last = self.with_siblings(plan)
-        return Draft(self.last, forbidden)
+        return Draft(self.last, forbidden, early)
+
+    def adds_up(self, path: str) -> bool:
+        """Whether a module's own forward computes with pending sums, and has copies inside for that."""
+        inside = any(p.host is None and p.kind == "copy" and p.call and p.call.module == path for p in self.flow.copies)
+        return inside and any(n.meta["call"] and n.meta["call"].module == path for n in self.flow.partial)
 
     def sums_cut(self, node: fx.Node) -> bool:
         """Whether a mean runs over a cut dim, rather than over a whole dim of a pending sum."""

@@ -51,6 +51,8 @@ class Flow:
     ax: Axes
     cut_atoms: frozenset[Term]
     inline: frozenset[fx.Node] = frozenset()
+    early: frozenset[str] = frozenset()
+    """Modules whose own forward is to see no pending sums: what it would need inside has no place there."""
     cut: set[fx.Node] = field(default_factory=set)
     """Values a rank holds a part of."""
     made: set[fx.Node] = field(default_factory=set)

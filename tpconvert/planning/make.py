@@ -78,14 +78,20 @@ class Planning:
         self.training = Training(module, inputs, self.trace)
         self.rewritten: dict[str, str] = {}
         self.forbidden: dict[Term, str] = self._policy()
+        self.early: frozenset[str] = frozenset()
         self.inline = frozenset(n for n in self.ax.lookups if not n.meta.get("layer"))
 
     def run(self) -> Plan:
         """Draft and prove until a plan holds."""
         while True:
-            choice = choose(self.ax, self.tp, forbidden=self.forbidden, pinned=self.pinned, inline=self.inline)
+            choice = choose(
+                self.ax, self.tp, forbidden=self.forbidden, pinned=self.pinned, inline=self.inline, early=self.early
+            )
             planner = Planner(self.ax, self.classifier, choice, self.tp)
             draft = planner.draft(self.rewritten, self.training)
+            if draft.early - self.early:
+                self.early |= draft.early
+                continue
             if draft.forbidden:
                 self.give_up(draft.forbidden, choice)
                 continue

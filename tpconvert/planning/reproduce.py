@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import fx
+
 from tpconvert.analyze.axes import Axes
 from tpconvert.analyze.capture import Trace
 from tpconvert.analyze.choose import Candidate, Choice, inner_atom, shares
 from tpconvert.analyze.dealing import Deal
 from tpconvert.analyze.emulate import Emulation, emulate
-from tpconvert.analyze.flow import ConflictError, trace_flow
+from tpconvert.analyze.flow import ConflictError, Flow, trace_flow
 from tpconvert.analyze.rules import load_rules
 from tpconvert.analyze.terms import Term, blocks, leaves
 from tpconvert.errors import VerifyError
@@ -46,12 +48,7 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
                 raise VerifyError(f"An axis of {atom.n} that the plan cuts must stay whole: {why.why}.")
     deal = Deal(plan.tp, {a: s for c in chosen for a, s in shares(c, plan.tp).items()})
     inline = frozenset(n for n in ax.lookups if not n.meta.get("layer"))
-    try:
-        flow = trace_flow(ax, deal.shares, inline)
-    except ConflictError as conflict:
-        raise VerifyError(
-            f"The plan's axes cannot be cut together: {conflict.why} (at {conflict.node.meta['op']})."
-        ) from None
+    flow = _flow(ax, deal, inline, {r.module for r in plan.rewrites})
     atoms = {a for c in chosen for a in (c.atom, *c.inner)}
     for name, node in trace.parameters.items():
         verdict = plan[name]
@@ -67,6 +64,22 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
             if held != said:
                 raise VerifyError(f"{name}: it must {'' if held else 'not '}{what}; the plan says otherwise.")
     return Reproduced(Choice(chosen, flow, deal))
+
+
+def _flow(ax: Axes, deal: Deal, inline: frozenset[fx.Node], rewritten: set[str]) -> Flow:
+    """The flow of these axes in which collectives stand inside none but rewritten forwards, where that can be."""
+    early: frozenset[str] = frozenset()
+    while True:
+        try:
+            flow = trace_flow(ax, deal.shares, inline, early)
+        except ConflictError as conflict:
+            raise VerifyError(
+                f"The plan's axes cannot be cut together: {conflict.why} (at {conflict.node.meta['op']})."
+            ) from None
+        inside = {p.call.module for p in flow.copies if p.host is None and p.call is not None} - rewritten
+        if not inside - early:
+            return flow
+        early |= inside
 
 
 def _candidate(ax: Axes, axis: Axis, plan: Plan) -> Candidate:
