@@ -143,6 +143,29 @@ def with_rules(tmp_path: Path, text: str, name: str, tp: int) -> Plan:
     return make_plan(*MODELS[name](), tp=tp, rules=[path])
 
 
+class Stream(nn.Module):
+    """A wide stream through two narrow blocks, which is returned and read by a head as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(22, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 12), nn.GELU(), nn.Linear(12, 64)) for _ in range(2))
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x * x.square().mean(-1, keepdim=True).rsqrt())
+        return x, self.head(x)
+
+
+def test_what_an_axis_excluded_is_cut_once_that_axis_is_given_up() -> None:
+    plan = planned((seeded(Stream), {"x": floats(3, 7, 22)}))
+    assert "reaches the model's output" in plan["enter.weight"].reason
+    assert cut(plan) >= {f"blocks.{i}.{j}.weight" for i in (0, 1) for j in (0, 2)}
+    assert axis(plan, "blocks.0.0.weight")[1] == 12
+
+
 def test_a_rules_file_can_forbid_a_pattern(tmp_path: Path) -> None:
     text = '[[pattern]]\nname = "mine"\nfeatures = ["row", "columns", "gate"]\ncut = false\n'
     plan = with_rules(tmp_path, text, "gated_mlp", 2)

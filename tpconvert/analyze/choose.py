@@ -68,8 +68,8 @@ def choose(
         if any(name in keep for name, _ in carriers):
             rejected[atom] = "the user keeps a parameter of this axis whole"
     candidates = _candidates(ax, tp, rejected)
-    chosen = _best(ax, candidates)
     while True:
+        chosen = _best(ax, candidates)
         deal = Deal(tp, {a: s for c in chosen for a, s in shares(c, tp).items()})
         try:
             flow = trace_flow(ax, deal.shares, inline, early)
@@ -78,7 +78,7 @@ def choose(
             dropped = [c for c in chosen if {c.atom, *c.inner} & conflict.atoms] or chosen
             for c in dropped:
                 rejected[c.atom] = conflict.why
-            chosen = [c for c in chosen if c not in dropped]
+            candidates = [c for c in candidates if c not in dropped]  # what they excluded may be cut now
     for c in candidates:
         if c not in chosen and c.atom not in rejected:
             rejected[c.atom] = "another axis of the same layer cuts more for less communication"
