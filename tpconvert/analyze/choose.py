@@ -191,16 +191,20 @@ def _saved(ax: Axes, atom: Term) -> int:
 
 
 def _tokens(ax: Axes) -> tuple[float, set[Term]]:
-    """``(tokens in the traced inputs, sequence atoms)``."""
+    """``(rows that the widest-read weight is applied to, sequence atoms)``."""
     sequence: set[Term] = set()
     rows = 1.0
     for node in ax.trace.nodes:
         if node.meta["op"] == "input":
             whole = node.meta["val"].is_floating_point()
             dims = ax.of(node)
-            rows = max(rows, math.prod(t.n for t in (dims[:-1] if whole else dims)))
+            rows = rows if whole else max(rows, math.prod(t.n for t in dims))
             for term in dims[1:-1] if whole else dims[1:]:
                 sequence |= leaves(term)
+    for term, node in ax.contracts:
+        weights = [n for n in node.all_input_nodes if n.meta["op"] == "parameter" and len(n.meta["shape"]) > 1]
+        if weights and node not in ax.lookups:
+            rows = max(rows, *(term.n * math.prod(node.meta["shape"]) / math.prod(w.meta["shape"]) for w in weights))
     return rows, sequence
 
 

@@ -16,7 +16,7 @@ from tpconvert.analyze.choose import Choice
 from tpconvert.analyze.patterns import Classifier, load_patterns
 from tpconvert.analyze.planner import Planner
 from tpconvert.errors import VerifyError
-from tpconvert.planning.reproduce import reproduce
+from tpconvert.planning.reproduce import NotHeldError, reproduce
 from tpconvert.spec.plan import Boundary, Plan
 
 
@@ -47,22 +47,27 @@ def hold(plan: Plan, trace: Trace, other: Trace, rules: Sequence[Path] = ()) -> 
 
     Raises VerifyError where ``other`` asks for another layout, another summed gradient or another collective.
     """
-    choice = reproduce(other, plan, rules).choice
-    ax = choice.flow.ax
+    reproduced = reproduce(other, plan, rules)
+    choice, ax = reproduced.choice, reproduced.choice.flow.ax
     called, also = {c.module for c in trace.calls}, {c.module for c in other.calls}
     wanted = {r.module: r.reason for r in plan.rewrites if r.module in also}
-    draft = Planner(ax, Classifier(ax, load_patterns(rules)), choice, plan.tp).draft(wanted, AsRecorded())
+    planner = Planner(ax, Classifier(ax, load_patterns(rules)), choice, plan.tp)
+    draft = planner.draft(wanted, AsRecorded())
     if draft.forbidden:
-        raise VerifyError(next(iter(draft.forbidden.values())))
+        axes = {reproduced.names[a] for a in draft.forbidden}
+        raise NotHeldError(next(iter(draft.forbidden.values())), axes)
     found = draft.plan
     if extra := {r.module for r in found.rewrites} - {r.module for r in plan.rewrites}:
         raise VerifyError(f"The forward of {min(extra)} would have to be written anew.")
     both = called & also
+    its = {name: reproduced.names[c.atom] for c, name in planner.names.items()}
     for had, asked in ((plan.boundaries, found.boundaries), (plan.edits, found.edits)):
-        have, want = ({_unnamed(x) for x in items if x.module in both} for items in (had, asked))
-        if have != want:
-            item = min(have ^ want, key=repr)
-            raise VerifyError(f"{item.module}: only one of them needs {_what(item)}.")
+        have, want = ({_unnamed(x): x for x in items if x.module in both} for items in (had, asked))
+        if have.keys() != want.keys():
+            item = min(have.keys() ^ want.keys(), key=repr)
+            axes = {getattr(have[x], "axis", "") for x in have.keys() - want.keys()}
+            axes |= {its.get(getattr(want[x], "axis", ""), "") for x in want.keys() - have.keys()}
+            raise NotHeldError(f"{item.module}: only one of them needs {_what(item)}.", axes - {""})
     new = also - called
     merged = replace(
         plan,

@@ -29,6 +29,7 @@ from tpconvert.analyze.terms import Term
 from tpconvert.errors import PlanError, RuleError, VerifyError
 from tpconvert.planning.held import hold
 from tpconvert.planning.proof import Fault, prove_shapes
+from tpconvert.planning.reproduce import NotHeldError
 from tpconvert.planning.training import Training
 from tpconvert.spec.plan import Plan
 
@@ -110,15 +111,20 @@ class Planning:
             return replace(plan, notes=(*plan.notes, f"planned in evaluation alone: {self.training.failure}"))
         if not paths or not choice.chosen:
             return plan
+        atoms: set[Term] = set()
         try:
             held = hold(plan, self.trace, other, self.rules)
             faults = prove_shapes(self.module, self.inputs, other, held.choice, held.plan, training=True)
             if not faults:
                 return held.plan
             why = "; ".join(f"{f.module or 'the model'}: {f.why}" for f in faults)
+            atoms = set().union(*(planner.atoms_inside(f.module) for f in faults))
+        except NotHeldError as error:
+            why = error.message.rstrip(".")
+            atoms = {c.atom for c, name in planner.names.items() if name in error.axes}
         except VerifyError as error:
-            why = str(error).rstrip(".")
-        atoms = set().union(*map(planner.touching, paths)) or {c.atom for c in choice.chosen}
+            why = error.message.rstrip(".")
+        atoms = atoms or set().union(*map(planner.touching, paths)) or {c.atom for c in choice.chosen}
         where = next(iter(paths)) or "the model"
         self.give_up(
             dict.fromkeys(atoms, f"{where} takes another path in training, where this does not hold: {why}"), choice

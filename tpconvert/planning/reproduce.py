@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tpconvert.analyze.capture import Trace
 from tpconvert.analyze.choose import Candidate, Choice, inner_atom, shares
 from tpconvert.analyze.dealing import Deal
 from tpconvert.analyze.emulate import Emulation, emulate
-from tpconvert.analyze.flow import ConflictError, Flow, trace_flow
+from tpconvert.analyze.flow import ConflictError, Flow, involved, trace_flow
 from tpconvert.analyze.rules import load_rules
 from tpconvert.analyze.terms import Term, blocks, leaves
 from tpconvert.errors import VerifyError
@@ -26,10 +26,21 @@ class Reproduced:
     """A plan's choice of axes on a trace."""
 
     choice: Choice
+    names: Mapping[Term, str]
+    """Atom -> the plan's name for its axis."""
 
     def emulate(self) -> Emulation:
         """Run every rank in lockstep and compare."""
         return emulate(self.choice.flow, self.choice.deal)
+
+
+class NotHeldError(VerifyError):
+    """A trace asks for something else than the plan has."""
+
+    def __init__(self, message: str, axes: Iterable[str]) -> None:
+        super().__init__(message)
+        self.axes = frozenset(axes)
+        """The plan's names of the axes it is about."""
 
 
 def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduced:
@@ -39,43 +50,54 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
     collective than the plan has.
     """
     ax = Axes(trace, load_rules(rules))
-    chosen = [_candidate(ax, axis, plan) for axis in plan.axes if any(n in trace.parameters for n in axis.parameters)]
-    chosen += _siblings(ax, plan, chosen)
-    for candidate in chosen:
-        for atom in (candidate.atom, *candidate.inner):
-            if ax.blocked.get(atom):
-                why = ax.blocked[atom][0]
-                raise VerifyError(f"An axis of {atom.n} that the plan cuts must stay whole: {why.why}.")
+    named = {
+        _candidate(ax, axis, plan): axis.name
+        for axis in plan.axes
+        if any(n in trace.parameters for n in axis.parameters)
+    }
+    named |= _siblings(ax, plan, named)
+    chosen = list(named)
+    names = {a: name for c, name in named.items() for a in (c.atom, *c.inner)}
+    for atom, name in names.items():
+        if ax.blocked.get(atom):
+            raise NotHeldError(f"{name} is cut, and must stay whole: {ax.blocked[atom][0].why}.", [name])
     deal = Deal(plan.tp, {a: s for c in chosen for a, s in shares(c, plan.tp).items()})
     inline = frozenset(n for n in ax.lookups if not n.meta.get("layer"))
-    flow = _flow(ax, deal, inline, {r.module for r in plan.rewrites})
-    atoms = {a for c in chosen for a in (c.atom, *c.inner)}
-    for name, node in trace.parameters.items():
-        verdict = plan[name]
-        dims = [i for i, t in enumerate(ax.of(node)) if node in flow.cut and leaves(t) & flow.cut_atoms]
-        have = (dims[0], blocks(ax.of(node)[dims[0]], atoms)) if dims else (None, ())
-        if have != (verdict.layout.dim, verdict.layout.blocks):
-            asked = Layout(*have).to_json()
-            raise VerifyError(f"{name}: the plan cuts it as {verdict.layout.to_json()}, its use asks for {asked}.")
-        for held, said, what in (
-            (node in flow.sum_grad, verdict.sum_grad, "have its gradient summed over ranks"),
-            (node in flow.once, verdict.once, "count on one rank only"),
-        ):
-            if held != said:
-                raise VerifyError(f"{name}: it must {'' if held else 'not '}{what}; the plan says otherwise.")
-    return Reproduced(Choice(chosen, flow, deal))
+    try:
+        flow = _flow(ax, deal, inline, {r.module for r in plan.rewrites})
+    except ConflictError as conflict:
+        raise NotHeldError(
+            f"The plan's axes cannot be cut together: {conflict.why} (at {conflict.node.meta['op']}).",
+            {names[a] for a in conflict.atoms if a in names},
+        ) from None
+    for name in trace.parameters:
+        _check(flow, plan, name, names)
+    return Reproduced(Choice(chosen, flow, deal), names)
+
+
+def _check(flow: Flow, plan: Plan, name: str, names: Mapping[Term, str]) -> None:
+    """Whether the flow has a parameter as the plan has it."""
+    ax, verdict, node = flow.ax, plan[name], flow.ax.trace.parameters[name]
+    dims = [i for i, t in enumerate(ax.of(node)) if node in flow.cut and leaves(t) & flow.cut_atoms]
+    have = (dims[0], blocks(ax.of(node)[dims[0]], set(names))) if dims else (None, ())
+    if have != (verdict.layout.dim, verdict.layout.blocks):
+        asked = Layout(*have).to_json()
+        axes = {names[a] for a in flow.atoms(node)} | ({verdict.axis} - {""})
+        raise NotHeldError(f"{name}: the plan cuts it as {verdict.layout.to_json()}, its use asks for {asked}.", axes)
+    for held, said, what in (
+        (node in flow.sum_grad, verdict.sum_grad, "have its gradient summed over ranks"),
+        (node in flow.once, verdict.once, "count on one rank only"),
+    ):
+        if held != said:
+            axes = {names[a] for a in involved(flow, node)}
+            raise NotHeldError(f"{name}: it must {'' if held else 'not '}{what}; the plan says otherwise.", axes)
 
 
 def _flow(ax: Axes, deal: Deal, inline: frozenset[fx.Node], rewritten: set[str]) -> Flow:
     """The flow of these axes in which collectives stand inside none but rewritten forwards, where that can be."""
     early: frozenset[str] = frozenset()
     while True:
-        try:
-            flow = trace_flow(ax, deal.shares, inline, early)
-        except ConflictError as conflict:
-            raise VerifyError(
-                f"The plan's axes cannot be cut together: {conflict.why} (at {conflict.node.meta['op']})."
-            ) from None
+        flow = trace_flow(ax, deal.shares, inline, early)
         inside = {p.call.module for p in flow.copies if p.host is None and p.call is not None} - rewritten
         if not inside - early:
             return flow
@@ -113,10 +135,10 @@ def _matches(ax: Axes, candidate: Candidate, axis: Axis, plan: Plan) -> int:
     return found
 
 
-def _siblings(ax: Axes, plan: Plan, chosen: Sequence[Candidate]) -> list[Candidate]:
+def _siblings(ax: Axes, plan: Plan, chosen: Iterable[Candidate]) -> dict[Candidate, str]:
     """The axes of modules that the plan treats as their siblings: other experts may get tokens here than did there."""
     known = {a for c in chosen for a in (c.atom, *c.inner)}
-    out = []
+    out: dict[Candidate, str] = {}
     for name, node in ax.trace.parameters.items():
         layout = plan[name].layout
         if layout.dim is None or known & leaves(ax.of(node)[layout.dim]):
@@ -125,6 +147,6 @@ def _siblings(ax: Axes, plan: Plan, chosen: Sequence[Candidate]) -> list[Candida
             found = _with_inner(ax, atom)
             if blocks(ax.of(node)[layout.dim], {atom, *found.inner}) == layout.blocks:
                 known |= {atom, *found.inner}
-                out.append(found)
+                out[found] = plan[name].axis
                 break
     return out
