@@ -159,3 +159,27 @@ def test_a_forward_that_cannot_run_in_training_is_noted() -> None:
     notes = " ".join(planned(Rows).notes)
     assert "planned in evaluation alone" in notes
     assert "training needs four rows" in notes
+
+
+class Rescales(Mlp):
+    """Weights that are scaled in place by the first call in each mode, and a flag that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scaled == self.training:
+            with torch.no_grad():
+                self.down.weight.mul_(4.0 if self.training else 0.25)
+            self.scaled = not self.training
+        return super().forward(x)
+
+
+def test_a_forward_that_changes_its_weights_is_planned_from_the_same_state_each_time() -> None:
+    module = seeded(Rescales)
+    weight = module.down.weight.clone()
+    plan = make_plan(module, {"x": floats(3, 7, 22)}, tp=2)
+    assert cut(plan) >= {"up.weight", "down.weight"}
+    assert not module.scaled
+    assert torch.equal(module.down.weight, weight)

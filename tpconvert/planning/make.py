@@ -172,7 +172,8 @@ def light(module: nn.Module) -> nn.Module:
 
 
 def captured(module: nn.Module, inputs: Inputs) -> Trace:
-    """The trace of a module, with shadow values where it has no real ones."""
+    """The trace of a copy of a module, since forwards may change what they belong to; with shadow values on meta."""
+    module = copied(module)
     with eval_mode(module):
         return capture(module, inputs, shadow=Shadow() if needs_shadow(module) else None)
 

@@ -96,19 +96,14 @@ class Training:
         """Against a capture in train mode; empty where the forward fails."""
         from tpconvert.planning.make import eval_mode
 
-        module = self.module if dtype is None else copied(self.module).to(dtype)
-        inputs = self.inputs if dtype is None else floats_as(self.inputs, dtype)
-        buffers = {} if needs_shadow(module) else {n: b.clone() for n, b in module.named_buffers()}
+        module = copied(self.module)  # running statistics move, and other things a forward keeps
+        module, inputs = (module, self.inputs) if dtype is None else (module.to(dtype), floats_as(self.inputs, dtype))
         try:
             with eval_mode(module, training=True):
                 other = capture(module, inputs, shadow=Shadow() if needs_shadow(module) else None)
         except SourceError as error:
             self.failure = error.message if dtype is None else self.failure
             return {}
-        finally:
-            for name, buffer in module.named_buffers():  # running statistics moved
-                if name in buffers:
-                    buffer.data.copy_(buffers[name])
         if dtype is None:
             self.other = other
         return compared(self.trace, other)
