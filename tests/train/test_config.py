@@ -42,6 +42,8 @@ def test_every_mistake_is_named_in_one_line():
     assert "training.precision is 'fp17', but it should be 'bf16', 'fp32' or 'fp64'" in text
     assert "data is missing" in text
     assert "\n" not in text
+    with pytest.raises(ConfigError, match=r"data is 3, but it should be a section of keys\.$"):
+        make_config({"data": 3})
 
 
 def test_warmup_longer_than_the_run_is_an_error():

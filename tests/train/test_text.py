@@ -37,6 +37,7 @@ def test_jsonl_is_read_by_its_field(tmp_path: Path):
     [
         ("{", "line 2: not JSON"),
         ('{"body": "x"}', "line 2: there is no text under the key 'text'; its keys are body. Set data.field."),
+        ('{"text": [5], "n": 1}', "line 2: under the key 'text' is [5], which is no text. Set data.field."),
         ("[1]", "line 2: there is no text under the key 'text'"),
     ],
 )

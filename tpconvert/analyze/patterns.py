@@ -63,14 +63,24 @@ def load_patterns(files: Sequence[Path] = ()) -> list[Pattern]:
     return out
 
 
+KINDS = {"name": (str, "text"), "features": (list, "a list"), "without": (list, "a list")}
+KINDS |= {"cut": (bool, "true or false"), "uneven": (bool, "true or false")}
+
+
 def _pattern(path: Path, entry: dict[str, object]) -> Pattern:
-    known = {"name", "features", "without", "cut", "uneven"}
+    if not isinstance(entry, dict):
+        raise RuleError(f"{path}: {entry!r} is no pattern.", hint="Write [[pattern]], in double brackets.")
+    known = set(KINDS)
     if unknown := set(entry) - known:
         raise RuleError(
             f"{path}: a pattern has an unknown key {sorted(unknown)[0]!r}.", hint=f"Known: {', '.join(sorted(known))}."
         )
     if "name" not in entry:
         raise RuleError(f"{path}: a pattern has no name: {entry}.")
+    for key, value in entry.items():
+        kind, words = KINDS[key]
+        if not isinstance(value, kind):
+            raise RuleError(f"{path}: {entry['name']}: {key} is {value!r}, but it must be {words}.")
     for key in ("features", "without"):
         for feature in entry.get(key, ()):  # type: ignore[attr-defined]
             if feature not in FEATURES:

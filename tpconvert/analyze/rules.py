@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -83,7 +84,10 @@ def _rule(path: Path, entry: Mapping[str, Any]) -> Rule:
     return _function_rule(path, entry) if "rule" in entry else _dims_rule(path, entry)
 
 
-def _check(path: Path, entry: Mapping[str, Any], known: set[str]) -> None:
+def _check(path: Path, entry: Any, known: set[str]) -> None:
+    """Raise RuleError for an entry without names, with a key that is not known, or a value that is no text."""
+    if not isinstance(entry, Mapping):
+        raise RuleError(f"{path}: {entry!r} is no entry.", hint="Write [[op]], in double brackets, and names = ...")
     if "names" not in entry:
         raise RuleError(f"{path}: an entry has no names: {dict(entry)}.")
     if unknown := set(entry) - known:
@@ -91,6 +95,9 @@ def _check(path: Path, entry: Mapping[str, Any], known: set[str]) -> None:
             f"{path}: {entry['names']!r} has an unknown key {sorted(unknown)[0]!r}.",
             hint=f"Known: {', '.join(sorted(known))}.",
         )
+    for key, value in entry.items():
+        if not isinstance(value, str):
+            raise RuleError(f"{path}: {entry['names']!r}: {key} is {value!r}, but it is written as text in quotes.")
 
 
 OPS = (ops_shape, ops_index, ops_math, ops_space)
@@ -115,10 +122,14 @@ def _function_rule(path: Path, entry: Mapping[str, Any]) -> Rule:
     )
 
 
+_MARK = re.compile(r"\.\.\.|\w+[+!]*")
+
+
 def _dims_rule(path: Path, entry: Mapping[str, Any]) -> Rule:
     left, arrow, right = entry.get("dims", "").partition("->")
     operands = [o.partition(":") for o in left.split(",")]
-    if not arrow or not all(colon for _, colon, _ in operands):
+    marks = [mark for dims in (*(o[2] for o in operands), *right.split(";")) for mark in dims.split()]
+    if not arrow or not all(colon for _, colon, _ in operands) or not all(_MARK.fullmatch(m) for m in marks):
         raise RuleError(f"{path}: {entry['names']!r}: dims must look like 'input: ... i+, weight: o i -> ... o'.")
     args = tuple(name.strip() for name, _, _ in operands)
     letters = [dims.split() for _, _, dims in operands]

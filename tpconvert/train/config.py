@@ -217,6 +217,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
             yield f"{path} is missing"
         elif item["type"] == "value_error":
             yield f"{path}: {item['msg'].removeprefix('Value error, ')}"
+        elif item["type"] == "model_type":
+            yield f"{path} is {item['input']!r}, but it should be a section of keys"
         else:
             text = item["msg"].removeprefix("Input ")
             yield f"{path} is {item['input']!r}, but it {text}" if text != item["msg"] else f"{path}: {text}"

@@ -160,12 +160,17 @@ def _json_lines(path: Path, lines: Iterator[str], key: str) -> Iterator[str]:
         except ValueError as error:
             raise ConfigError(f"{path}, line {number}: not JSON ({error}).") from None
         if not isinstance(item, dict) or not isinstance(item.get(key), str):
-            keys = f"; its keys are {', '.join(map(str, item))}" if isinstance(item, dict) else ""
-            raise ConfigError(
-                f"{path}, line {number}: there is no text under the key {key!r}{keys}.", hint="Set data.field."
-            )
+            raise ConfigError(f"{path}, line {number}: {_untold(item, key)}.", hint="Set data.field.")
         if item[key]:
             yield item[key]
+
+
+def _untold(item: Any, key: str) -> str:
+    """Why a line of JSONL has no text."""
+    if isinstance(item, dict) and key in item:
+        return f"under the key {key!r} is {json.dumps(item[key])[:60]}, which is no text"
+    keys = f"; its keys are {', '.join(map(str, item))}" if isinstance(item, dict) else ""
+    return f"there is no text under the key {key!r}{keys}"
 
 
 def tokenize(data: Data, tokenizer: Tokenizer, cache: Path) -> Path:
