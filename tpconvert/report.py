@@ -244,7 +244,8 @@ def _traffic_rows(plan: Plan) -> tuple[TrafficRow, ...]:
     """The collectives of boundaries and of ``sum_grad`` parameters, added up by layer."""
     moved: list[tuple[str, Literal["forward", "backward"], str, int]] = []
     for b in plan.boundaries:
-        moved += [(b.module, direction, verb, _boundary_bytes(b)) for direction, verb in _VERBS[b.kind]]
+        each = [(b.module, direction, verb, _boundary_bytes(b)) for direction, verb in _VERBS[b.kind]]
+        moved += each * (b.calls if b.call == -1 else 1)
     for v in plan.verdicts:
         if v.sum_grad and not v.tied_to:
             module = v.name.rpartition(".")[0]

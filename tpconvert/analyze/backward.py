@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from tpconvert.analyze.axes import flat, is_many, nodes_in
+from tpconvert.analyze.axes import flat, inplace_target, is_many, nodes_in
 from tpconvert.analyze.capture import Call
 from tpconvert.analyze.states import ConflictError, Flow, Host, Hosts, Placed, involved, is_op, rule_of
 from tpconvert.analyze.terms import half_cut, leaves
@@ -72,12 +72,17 @@ class Backward:
         self.mixed(node, users, partial, mixed_many)
 
     def close(self, node: fx.Node, partial: set[fx.Node]) -> bool:
-        """Place the copy of a value all of whose consumers are in the region; False where no boundary fits."""
+        """Place the copy of a value all of whose consumers are in the region; False where no boundary fits.
+
+        Where one module holds them all, at its input: then every call of it, another time too, begins with a copy.
+        But what is written into is copied where it is made: at an input it has other owners.
+        """
         if self.is_lazy(node):
             return False
+        written = any(u.meta["op"] == "alias" or inplace_target(u) is node for u in node.users if is_op(u))
         covered, left = self.hosts.covering(node, partial, set())
         host = self.hosts.output(node)
-        if host is not None and (left or len(covered) > 1):  # else the one consumer takes it, whoever calls it
+        if host is not None and (left or len(covered) > 1 or written):
             self.flow.copies.append(Placed("copy", node, host, host.call))
             return True
         if left and node not in self.flow.reduced and node not in self.flow.gathered:

@@ -232,17 +232,19 @@ class Planner:
         calls: dict[str, int] = defaultdict(int)
         for call in self.ax.trace.calls:
             calls[call.module] += 1
-        groups: dict[Boundary, list[int]] = defaultdict(list)
+        groups: dict[Boundary, list[tuple[int, Boundary]]] = defaultdict(list)
         for placed in sorted(
             self.flow.placed, key=lambda p: (_position(p), ("reduce", "gather", "copy", "scatter").index(p.kind))
         ):
             if placed.host is not None:
-                groups[self.boundary(placed)].append(placed.host.call.index)
-        for boundary, indices in groups.items():
-            if len(indices) == calls[boundary.module]:
-                yield replace(boundary, call=-1)
+                boundary = replace(self.boundary(placed), calls=calls[placed.host.call.module])
+                groups[replace(boundary, shape=())].append((placed.host.call.index, boundary))
+        for group in groups.values():
+            by_call = dict(sorted(group, key=lambda item: item[0]))
+            if len(by_call) == group[0][1].calls:
+                yield by_call[0]
             else:
-                yield from (replace(boundary, call=i) for i in sorted(indices))
+                yield from (replace(boundary, call=i) for i, boundary in by_call.items())
 
     def boundary(self, placed: Placed) -> Boundary:
         """A hosted collective as the plan holds it."""

@@ -114,7 +114,11 @@ class Hosts:
     def covering(
         self, node: fx.Node, wanted: set[fx.Node], others: set[fx.Node]
     ) -> tuple[list[tuple[Host, set[fx.Node]]], set[fx.Node]]:
-        """Calls that ``node`` enters and that hold only ``wanted`` consumers: ``(hosts with theirs, those left)``."""
+        """Calls that ``node`` enters and that hold only ``wanted`` consumers: ``(hosts with theirs, those left)``.
+
+        The fewest calls, and of those the innermost that hold the same consumers: so all calls of a module are alike,
+        whoever makes them.
+        """
         found = []
         left = set(wanted)
         for call in sorted(self.inputs[node], key=lambda c: c.position):
@@ -125,7 +129,9 @@ class Hosts:
             if made is not None and made.inside(call):
                 continue
             call = self.innermost(node, call, inside)
-            found.append((Host(call, "input", tuple(s for s, n in call.inputs.items() if n is node)), inside))
+            deeper = [c for c in self.inputs[node] if c.inside(call) and all(u.meta["call"].inside(c) for u in inside)]
+            inner = deeper[-1]
+            found.append((Host(inner, "input", tuple(s for s, n in inner.inputs.items() if n is node)), inside))
             left -= inside
         return found, left
 

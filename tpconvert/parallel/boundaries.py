@@ -38,8 +38,10 @@ class Crossing:
 
 @dataclass(eq=False)
 class Calls:
-    """How often each module was called in the root's current forward."""
+    """How often each module was called in the root's current forward, as far as collectives differ between calls."""
 
+    planned: dict[str, int] = field(default_factory=dict)
+    """How often each was called when it was planned; 1 where that is not known."""
     counts: dict[str, int] = field(default_factory=dict)
     running: bool = False
 
@@ -49,8 +51,16 @@ class Calls:
         self.running = True
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook: the root's forward is over."""
+        """Hook: the root's forward is over.  Another number of calls may have got the collectives of others."""
         self.running = False
+        for path, planned in self.planned.items():
+            made = self.counts.get(path, 0)
+            if made and planned > 1 and made != planned:
+                raise PlanError(
+                    f"{path} was planned with {planned} calls in one forward and different collectives in them; "
+                    f"this forward made {made}.",
+                    hint=f"Plan again with inputs for which it makes {made}, or with --set '{path}=whole'.",
+                )
 
 
 @dataclass(eq=False)
@@ -67,14 +77,15 @@ class Selection:
         seen = self.calls.counts.get(self.path, 0)
         if self.calls.running:
             self.index, self.calls.counts[self.path] = seen, seen + 1
-        elif seen > 1 and any(self.at(i) != self.at(0) for i in range(1, seen)):
+            return
+        calls = max(seen, self.calls.planned[self.path])
+        if any(self.at(i) != self.at(0) for i in range(1, calls)):
             raise PlanError(
-                f"{self.path} is called {seen} times in one forward, with different collectives, "
+                f"{self.path} is called {calls} times in one forward, with different collectives, "
                 "so a call outside the forward cannot be placed.",
                 hint="Do not use activation checkpointing around it.",
             )
-        else:
-            self.index = 0
+        self.index = 0
 
     def at(self, index: int) -> list[tuple[Any, ...]]:
         """What the crossings of one call do."""
@@ -130,12 +141,13 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) 
     for path, crossings in of_module.items():
         module = root.get_submodule(path)
         selection = Selection(path, tuple(crossings), calls)
-        if any(c.boundary.call >= 0 for c in crossings):
+        if numbered := [c.boundary.calls for c in crossings if c.boundary.call >= 0]:
+            calls.planned[path] = max(numbered)
             module.register_forward_pre_hook(selection.count)
         if at_input := tuple(c for c in crossings if c.boundary.side == "input"):
             module.register_forward_pre_hook(AtInput(selection, at_input), with_kwargs=True)
         if at_output := tuple(c for c in crossings if c.boundary.side == "output"):
             module.register_forward_hook(AtOutput(selection, at_output), prepend=True)
-    if any(c.boundary.call >= 0 for crossings in of_module.values() for c in crossings):
+    if calls.planned:
         root.register_forward_pre_hook(calls.begin, prepend=True)
         root.register_forward_hook(calls.end)

@@ -89,6 +89,8 @@ class Boundary:
     """copy: only this range of ``dim`` has a partial gradient; the rest is left alone."""
     call: int = -1
     """Which call of the module in one forward, for modules called more than once; -1 is every call."""
+    calls: int = 1
+    """How often the forward called the module when it was planned."""
 
 
 @dataclass(frozen=True, slots=True)
