@@ -50,7 +50,8 @@ class Training:
         found = self.differences  # which captures in train mode
         if self.other is None:
             return []
-        mine, theirs = (_floating(own_ops(t)) for t in (self.trace, self.other))
+        ops = own_ops(self.trace)
+        mine, theirs = _floating(ops), _floating(own_ops(self.other))
         wiring, other_wiring = children(self.trace), children(self.other)
         return [
             path
@@ -59,19 +60,9 @@ class Training:
             and (
                 mine.get(path) != theirs.get(path)
                 or wiring.get(path) != other_wiring.get(path)
-                or self._other_numbers(path)
+                or _other_numbers(ops[path], self.get(path))
             )
         ]
-
-    def _other_numbers(self, path: str) -> bool:
-        """Whether ops are given other constants in training, rates of dropout and flags of norms aside."""
-        calls = own_ops(self.trace)[path]
-        for number, at in self.get(path):
-            ops = {call[number].meta["op"] for call in calls if number < len(call)}
-            rate = ops == {"scaled_dot_product_attention"} and at in ((1, "dropout_p"), (0, 4))
-            if not rate and not ops <= DROPS | NORMS:
-                return True
-        return False
 
     def get(self, path: str) -> dict[Any, Any]:
         """The constants of a module that differ in training; none where its ops differ."""
@@ -107,6 +98,16 @@ class Training:
         if dtype is None:
             self.other = other
         return compared(self.trace, other)
+
+
+def _other_numbers(calls: list[list[fx.Node]], differing: dict[Any, Any]) -> bool:
+    """Whether ops are given other constants in training, rates of dropout and flags of norms aside."""
+    for number, at in differing:
+        ops = {call[number].meta["op"] for call in calls if number < len(call)}
+        rate = ops == {"scaled_dot_product_attention"} and at in ((1, "dropout_p"), (0, 4))
+        if not rate and not ops <= DROPS | NORMS:
+            return True
+    return False
 
 
 def _floating(ops: dict[str, list[list[fx.Node]]]) -> dict[str, list[list[str]]]:
