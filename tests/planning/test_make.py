@@ -102,8 +102,9 @@ def test_planning_leaves_the_module_as_it_was() -> None:
         assert not m._forward_pre_hooks
 
 
-def test_a_plan_for_one_rank_holds_everything_on_it() -> None:
-    module, inputs = MODELS["gated_mlp"]()
+@pytest.mark.parametrize("name", ["gated_mlp", "conv_mixer"])
+def test_a_plan_for_one_rank_holds_everything_on_it(name: str) -> None:
+    module, inputs = MODELS[name]()
     plan = make_plan(module, inputs, tp=1)
     assert all(v.layout.local_shape(v.shape, 0, 1) == v.shape for v in plan.verdicts)
     assert emulate_module(module, inputs, plan).equal

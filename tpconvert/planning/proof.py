@@ -38,7 +38,7 @@ def prove_shapes(
 
     Ranks differ only where something is dealt unevenly, so the first and the last stand for all.
     """
-    if not choice.chosen:
+    if not choice.chosen or plan.tp == 1:  # on one rank nothing is converted
         return []
     ranks = sorted({0, plan.tp - 1}) if _uneven(choice, plan.tp) else [0]
     for rank in ranks:
