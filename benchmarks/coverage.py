@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 SECONDS, MEMORY = 60, 4 << 30
+PATIENCE = 10
+"""How many times longer than it computes a process may take, where others compute beside it."""
 RANKS_LIMIT = 40.0
 """Seconds that real ranks have for one model."""
 
@@ -97,11 +99,12 @@ def apart(name: str, keep: Path | None) -> dict[str, Any]:
         os.close(reading)
         _child(name, writing, keep)
     os.close(writing)
-    text, late = _read(reading, start + SECONDS)
+    text, late = _read(reading, start + PATIENCE * SECONDS)
     os.close(reading)
     if late:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
+    late = late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL))
     found: dict[str, Any] = {"type": name}
     for line in text.splitlines():
         found |= json.loads(line)
@@ -133,6 +136,8 @@ def _child(name: str, writing: int, keep: Path | None) -> None:
     """Measure, and leave without the parent's clean-up."""
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        used = int(time.process_time())
+        resource.setrlimit(resource.RLIMIT_CPU, (used + SECONDS, used + SECONDS + 5))
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the parent and its limits
         os.closerange(3, writing)  # the pool's pipes: its ranks end when the parent does
         quiet = os.open(os.devnull, os.O_WRONLY)

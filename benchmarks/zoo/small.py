@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 VOCABULARY, LAYERS, EXPERTS = 512, 2, 8
 GROUPS = {"n_group": 2, "topk_group": 1}
 
-_LAYERS = re.compile(r"(^|_)(n_?layers?|num_\w*layers?|layers|num_\w*blocks|n_blocks|depth)$")
+_LAYERS = re.compile(r"(^|_)(n_?layers?|num_\w*layers?|layers|num_\w*blocks|n_blocks|depths?)$")
 _HEADS = re.compile(r"(^|_)(n_?heads?|num_heads|num_\w*heads|\w*attention_heads|\w*kv_heads|\w*groups_heads)$")
 _EXPERTS = re.compile(r"(^|_)(num|n|routed|local)_?\w*experts$")
 _CHOSEN = re.compile(r"experts_per_tok|experts_per_token|moe_k$|moe_top_?k|^top_k$|num_selected")
@@ -25,6 +26,8 @@ _WIDTHS = re.compile(
     r"|channels$|_features$"
 )
 _HEAD_WIDTHS = re.compile(r"(^|_)(d_kv|d_head|head_dim|head_size|nope_dim|rope_dim|kv_channels)$")
+_TAPS = re.compile(r"out_indices$|deepstack|extract_layers|intermediate_\w*indices|feature_layers?$|target_layer")
+_SOME = re.compile(r"(layers|layer_ids|indexes|indices)$")
 _NOT_WIDTHS = re.compile(r"vocab|patch|image|window|num_channels|in_channels|out_channels|mel|^num_features|type")
 
 
@@ -46,8 +49,9 @@ class Attempt:
 
 
 ATTEMPTS = (
-    *(Attempt(width, heads, image) for image in (4, 2, 1) for width, heads in ((16, 4), (16, 16), (8, 8), (8, 1))),
-    *(Attempt(width, 1, image) for image in (4, 1) for width in (4, 2, 1)),
+    *(Attempt(width, heads, image) for width, heads in ((16, 4), (16, 16)) for image in (4, 1)),
+    *(Attempt(width, heads, 1) for width, heads in ((8, 8), (8, 1), (4, 1), (2, 1), (1, 1))),
+    *(Attempt(width, heads, 2) for width, heads in ((16, 4), (1, 1))),
 )
 
 
@@ -67,19 +71,51 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _shrink(config: Any, attempt: Attempt) -> None:
-    values = {k: v for k, v in vars(config).items() if not k.startswith("_")}
-    layers = next((v for k, v in values.items() if k in ("num_hidden_layers", "num_layers", "n_layer", "n_layers")), 0)
+    values = {k: v for k, v in vars(config).items() if not k.startswith("_") or k == "_out_indices"}
+    staged = any(isinstance(values.get(k), list | tuple) for k in ("depths", "depth"))
+    named = (v for k, v in values.items() if k in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"))
+    layers = 0 if staged else next(named, 0)
     few = _few_layers(values, layers)
     marks = iter(range(VOCABULARY - 1, 0, -1))
     for name, value in values.items():
         new = _smaller(name, value, attempt, few, marks)
         if isinstance(value, list | tuple) and isinstance(layers, int) and len(value) == layers > few:
             new = value[:few]
+        elif _TAPS.search(name) and _places(value):
+            new = type(value)(_last(list(value), layers or 0, few))
+        elif _SOME.search(name) and _places(value) and max(value) >= few:
+            new = type(value)([v for v in value if v < few] or [few - 1])
         if new is not value:
             try:
                 setattr(config, name, new)
             except Exception:  # a property without a setter follows what it is computed from
                 continue
+    if layers and layers > few:
+        _keep_features(config, layers, few)
+
+
+def _places(value: Any) -> bool:
+    """Whether a value is a list of places among layers: integers that go up."""
+    if not isinstance(value, list | tuple) or not value or any(type(v) is not int for v in value):
+        return False
+    return all(a < b for a, b in pairwise(value))
+
+
+def _last(places: list[int], layers: int, few: int) -> list[int]:
+    """As many places among fewer layers: the last ones, counted from one where the old ones were."""
+    from_one = max(places) >= layers > 0
+    return [few - len(places) + i + from_one for i in range(len(places))]
+
+
+def _keep_features(config: Any, layers: int, few: int) -> None:
+    """Fewer stages of a backbone, with as many of them given out."""
+    stages, given = getattr(config, "stage_names", None), getattr(config, "_out_indices", None)
+    if not isinstance(stages, list) or len(stages) != layers + 1:
+        return
+    config.stage_names = stages[: few + 1]
+    if given:
+        config._out_indices = _last([i % len(stages) for i in given], layers, few)
+        config._out_features = [config.stage_names[i] for i in config._out_indices]
 
 
 def _few_layers(values: dict[str, Any], layers: Any) -> int:
@@ -92,7 +128,8 @@ def _few_layers(values: dict[str, Any], layers: Any) -> int:
                 first.setdefault(str(kind), i)
             if len(first) < layers:
                 few = max(few, max(first.values()) + 1)
-    return few
+    taps = [v for k, v in values.items() if _TAPS.search(k) and _places(v)]
+    return min(max([few, *map(len, taps)]), layers) if isinstance(layers, int) and layers else few
 
 
 def _smaller(name: str, value: Any, attempt: Attempt, few: int, marks: Iterator[int]) -> Any:
@@ -102,6 +139,8 @@ def _smaller(name: str, value: Any, attempt: Attempt, few: int, marks: Iterator[
         return type(value)(v // attempt.narrower for v in value)
     if isinstance(value, list | tuple) and value and all(type(v) is int for v in value):
         return type(value)(_smaller(name, v, attempt, few, marks) for v in value)
+    if value is None and re.fullmatch(r"(image|video|audio)_token_(id|index)", name):
+        return next(marks)
     if type(value) is not int:
         return value
     if name.endswith(("token_id", "token_ids", "token_index")):

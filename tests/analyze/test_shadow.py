@@ -57,6 +57,10 @@ def asked(function, **inputs: Tensor) -> tuple[list[object], Trace]:
         (lambda self, ids: torch.ones(ids.shape, dtype=torch.bool).tril().sum().item(), 3),
         (lambda self, ids: torch.nn.functional.one_hot(ids, 7).sum().item(), 8),
         (lambda self, ids: torch.unique(ids).tolist(), [0, 1, 2, 4, 6]),
+        (lambda self, ids: self.weight[ids.reshape(-1)[:7] > 1].shape, (3, 5)),
+        (lambda self, ids: self.weight[(ids[0] > 0).repeat(2)[:7, None].expand_as(self.weight)].numel(), 30),
+        (lambda self, ids: ids.to(ids.device).contiguous().tolist(), IDS.tolist()),
+        (lambda self, ids: (ids[0, :, None] > 0).expand(4, 200_000).sum(0).amax().item(), 3),
         (lambda self, ids: [p.tolist() for p in ids.split([1, 3], -1)], [[[1], [6]], [[4, 2, 0], [0, 0, 0]]]),
     ],
 )

@@ -153,7 +153,9 @@ class Recorder(TorchFunctionMode):
             return out
         inplace = is_inplace(name, kwargs)
         if not inplace:
-            out = fresh(out, args, kwargs)
+            returned, out = out, fresh(out, args, kwargs)
+            if self.shadow is not None:
+                self.shadow.renamed(returned, out)
         outs = list(tensors_in(out))
         if outs or inplace:
             self.record(func, name, args, kwargs, out, outs, inplace)

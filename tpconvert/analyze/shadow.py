@@ -42,6 +42,8 @@ FACTORIES = frozenset(
 )
 CHOICES = frozenset(["topk", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"])
 """Ops that choose by values, as routers do."""
+SHAPED = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape"}
+"""Ops that take nothing of their second operand but its shape."""
 QUESTIONS = frozenset(
     [
         "item",
@@ -119,7 +121,8 @@ class Shadow:
         if name in QUESTIONS:
             return shadow if shadow is not None else self.guess(recorder, func, name, meta_args, meta_kwargs)
         try:
-            out = self.on_meta(func, name, meta_args, meta_kwargs)
+            out = self.picked(name, meta_args)
+            out = self.on_meta(func, name, meta_args, meta_kwargs) if out is None else out
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
             out = self.without_meta(recorder, func, name, meta_args, meta_kwargs, shadow)
             out = differentiable(out, (meta_args, meta_kwargs))
@@ -147,6 +150,8 @@ class Shadow:
 
     def on_shadows(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """The op on real values; None where an operand has none."""
+        if name in SHAPED:
+            func, args = getattr(torch.Tensor, SHAPED[name]), (args[0], args[1].shape)
         found = list(tensors_below((args, kwargs)))
         if not found and name not in FACTORIES:
             return None
@@ -174,7 +179,7 @@ class Shadow:
         """Keep the shadow of a result; a tensor written to by what has no shadow loses its own."""
         if shadow is not None:
             for meta, real in zip(tensors_below(out), tensors_below(shadow), strict=False):
-                if meta.is_meta and meta.shape == real.shape and real.numel() <= LIMIT:
+                if meta.is_meta and meta.shape == real.shape and entries(real) <= LIMIT:
                     self.real[id(meta)] = real
                     self.alive.append(meta)
         elif (
@@ -183,6 +188,13 @@ class Shadow:
             and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
         ):
             self.forget(args[0])
+
+    def renamed(self, old: Any, new: Any) -> None:
+        """Let other tensor objects for the same values have the shadows of the first."""
+        for a, b in zip(tensors_below(old), tensors_below(new), strict=True):
+            if a is not b and id(a) in self.real:
+                self.real[id(b)] = self.real[id(a)]
+                self.alive.append(b)
 
     def forget(self, meta: torch.Tensor) -> None:
         """Drop the shadow of a tensor, and of all that share its memory."""
@@ -216,6 +228,15 @@ class Shadow:
             return func(*args, **kwargs)  # fails again, with its own message
         self.note(recorder, f"{name}: its result depends on values; the largest shape was taken")
         return out
+
+    def picked(self, name: str, args: Any) -> Any:
+        """The rows that a known mask picks, which meta would take to be all of them; None for any other op."""
+        mask = args[1] if name == "__getitem__" and len(args) > 1 else None
+        real = self.real.get(id(mask)) if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool else None
+        if real is None:
+            return None
+        rows = torch.zeros(int(real.sum()), dtype=torch.long, device="meta")
+        return args[0].reshape(-1, *args[0].shape[real.dim() :])[rows]
 
     def guess(self, recorder: Any, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """The fixed answer to a question about values that are not known: yes, or one."""
@@ -256,6 +277,11 @@ class _Scalars(TorchDispatchMode):
             self.shadow.note(self.recorder, "a scalar whose value is not known: taken as 1")
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))
+
+
+def entries(tensor: torch.Tensor) -> int:
+    """How many entries a tensor holds in memory: one that is expanded holds few."""
+    return min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
 
 
 def differentiable(out: Any, operands: Any) -> Any:

@@ -1,172 +1,255 @@
-"""Example inputs for a transformers model, from the signature of its forward and the sizes in its config."""
+"""Example inputs for a transformers model, found by running it.
+
+The signature of its forward, the docstring of it and the sizes in its config say what it may take.  Some of that is
+tried, the richest first, so that every part of the model is reached; and a forward that refuses mostly says what it
+lacks: the name of an argument in its message or on the line that failed, or the width that it expected.
+"""
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Callable, Iterator
+import linecache
+import re
+import traceback
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from tpconvert.analyze.capture import capture
 from tpconvert.analyze.copies import copied
+from tpconvert.analyze.shadow import Shadow, needs_shadow
 from tpconvert.errors import SourceError
+from tpconvert.source.documented import (
+    BATCH,
+    LENGTH,
+    OTHER_LENGTH,
+    Argument,
+    arguments,
+    example,
+    filled,
+    parts,
+    random,
+    size_in,
+)
+from tpconvert.source.media import SOUNDS, VIDEOS, images, sounds
+from tpconvert.source.towers import with_towers
 
-BATCH, LENGTH, OTHER_LENGTH = 2, 13, 7
-"""Primes, and unequal, so that no size of an input is equal to another by chance."""
+__all__ = ["BATCH", "LENGTH", "OTHER_LENGTH", "example_inputs"]
+
+Given = dict[str, Any]
+TRIALS = 80
+"""Forwards that are tried before giving up."""
 
 _WIDEST = 1000
 """Word ids are drawn below this."""
+_NEVER = re.compile(r"label|cache|past_key|encoder_outputs|(start|end)_positions|^return_|^output_|_targets?$")
+"""Arguments that are for training, or for going on with what was begun."""
 
 
-def example_inputs(module: nn.Module, config: Any) -> dict[str, Any]:
-    """Keyword arguments for the module's forward: the first of :func:`candidates` that it runs on.
-
-    A forward of nothing but words is not tried out; there is only one way to write those.
-    """
-    found = list(candidates(module, config))
-    if len(found) > 1:
-        skeleton = copied(module).to("meta")
-        return next((inputs for inputs in found if _runs(skeleton, inputs)), found[0])
-    return found[0]
+def example_inputs(module: nn.Module, config: Any) -> Given:
+    """Keyword arguments for the module's forward, which it runs on wherever some are found."""
+    return Search(module, config).run()
 
 
-def candidates(module: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
-    """Keyword arguments worth trying: with few inputs first, then with all that are known.
+class Search:
+    """The search for inputs of one module."""
 
-    What an audio or video model calls its input says nothing of the order of its dims, so there is more than one.
-    """
-    signature = inspect.signature(module.forward).parameters
-    main = getattr(module, "main_input_name", "input_ids")
-    required = {n for n, p in signature.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    unknown = sorted(({main} | required) - {"input_ids", "attention_mask", "decoder_input_ids", *_MAKERS})
-    if unknown:
-        raise SourceError(
-            f"{type(module).__name__}: no example is known for the input {unknown[0]!r} of its forward.",
+    def __init__(self, module: nn.Module, config: Any) -> None:
+        self.module, self.config = module, config
+        self.arguments = arguments(module.forward)
+        self.names = set(self.arguments)
+        self.main = getattr(module, "main_input_name", "input_ids")
+        self.required = [n for n, a in self.arguments.items() if a.required]
+        self.tried: set[Any] = set()
+
+    def run(self) -> Given:
+        """The first inputs that run; those most likely right if none do."""
+        self._check_known()
+        skeleton = copied(self.module).eval()
+        first, later = None, deque[Given]()
+        starts = self.starts(skeleton)
+        for _ in range(TRIALS):
+            given = next(starts, None) or (later.popleft() if later else None)
+            if given is None:
+                break
+            first = first or given
+            error = fault(skeleton, given)
+            if error is None:
+                return given
+            later += [new for new in self.mended(given, error) if self._is_new(new)]
+        if first is None:
+            raise self._unknown(self.main)
+        return first
+
+    def _is_new(self, given: Given) -> bool:
+        key = tuple(sorted((name, _told(value)) for name, value in given.items()))
+        new = key not in self.tried
+        self.tried.add(key)
+        return new
+
+    def _check_known(self) -> None:
+        for name in dict.fromkeys([self.main, *self.required]):
+            if name in self.names and "mask" not in name and not any(True for _ in self.forms(name, {})):
+                raise self._unknown(name)
+
+    def _unknown(self, name: str) -> SourceError:
+        return SourceError(
+            f"{type(self.module).__name__}: no example is known for the input {name!r} of its forward.",
             hint="Name a function instead, file.py:function, that returns (module, inputs).",
         )
-    known = [n for n in ("input_ids", *_MAKERS) if n in signature]
-    few = {main} | required
-    more = [few, few | {"input_ids"}, few | {"input_ids", "pixel_values"}, few | {"input_values"}, set(known)]
-    for wanted in dict.fromkeys(tuple(n for n in known if n in names) for names in more):
-        makers = [_MAKERS[name](config) if name in _MAKERS else iter([_ids(config, LENGTH)]) for name in wanted]
-        for values in itertools.product(*makers):
-            inputs = dict(zip(wanted, values, strict=True))
-            yield inputs | _companions(signature, inputs, config)
+
+    # -- what is tried first ------------------------------------------------------------------------------------
+
+    def starts(self, skeleton: nn.Module) -> Iterator[Given]:
+        """Inputs for every tower; for all media; for the main input; and no more than what has to be there."""
+        if "input_ids" in self.names:
+            towers = with_towers(
+                skeleton,
+                self.config,
+                self.names,
+                lambda name: self.forms(name, {}),
+                lambda part, given: fault(part, given) is None,
+                lambda: words(self.config, LENGTH),
+            )
+            yield from (self.completed(given) for given in towers)
+        media = [n for n in (*SOUNDS, "pixel_values", VIDEOS) if n in self.names]
+        least = [n for n in dict.fromkeys([self.main, *self.required]) if n in self.names]
+        text = [n for n in ("input_ids",) if n in self.names]
+        wanted = [*([[n, *text, *least] for n in media] if text else []), least, *([n, *least] for n in media), text]
+        for names in dict.fromkeys(tuple(dict.fromkeys(w)) for w in wanted if w):
+            for given in itertools.islice(self.together(names), 24):
+                if self._is_new(given):
+                    yield given
+
+    def together(self, names: tuple[str, ...]) -> Iterator[Given]:
+        """Every combination of the forms of some arguments; masks last, since they go by the others."""
+        ordered = sorted(names, key=lambda name: "mask" in name)
+
+        def more(given: Given, rest: list[str]) -> Iterator[Given]:
+            if not rest:
+                yield self.completed(given)
+            elif rest[0] in given:
+                yield from more(given, rest[1:])
+            else:
+                for form in self.forms(rest[0], given):
+                    yield from more(form | given, rest[1:])
+
+        return more({}, ordered)
+
+    def completed(self, given: Given) -> Given:
+        """With what goes along with the inputs."""
+        out = dict(given)
+        if "input_ids" in out and "attention_mask" in self.names and out["input_ids"].dim() == 2:
+            out["attention_mask"] = torch.ones_like(out["input_ids"])
+        if "decoder_input_ids" in self.names and getattr(self.config, "is_encoder_decoder", False):
+            out.setdefault("decoder_input_ids", words(self.config, OTHER_LENGTH))
+        if "use_cache" in self.names:
+            out["use_cache"] = False
+        return out
+
+    def forms(self, name: str, given: Given) -> Iterator[Given]:
+        """The forms in which an argument can be given, what must go along with it included."""
+        argument = self.arguments.get(name, Argument(name))
+        if "pixel_values" in name or (name == "hidden_states" and "grid_thw" in self.names):
+            yield from images(name, self.names, self.config)
+        elif name in SOUNDS:
+            yield from sounds(name, self.names, self.config)
+        elif name.endswith("input_ids") and "FloatTensor" not in argument.kind:
+            length = OTHER_LENGTH if name.startswith("decoder") else LENGTH
+            yield {name: words(self.config, length)}
+            if (codes := size_in(self.config, "num_codebooks")) is not None:
+                yield {name: words(self.config, length, codes)}
+        elif ("mask" in name and name != "attention_mask") or (name == "attention_mask" and "input_ids" not in given):
+            yield from self._masks(argument, given)
+        elif name == "attention_mask":
+            yield {name: torch.ones_like(given["input_ids"])}
+        elif (made := example(argument, self.config)) is not None:
+            yield {name: made}
+            if made.dtype == torch.long and argument.kind != "LongTensor":
+                yield {name: made.float()}
+
+    def _masks(self, argument: Argument, given: Given) -> Iterator[Given]:
+        """Masks of the documented shape, and over each length among the inputs."""
+        if (made := example(argument, self.config)) is not None:
+            yield {argument.name: made}
+        floats = [v for v in given.values() if isinstance(v, Tensor) and v.is_floating_point() and v.dim() > 1]
+        for length in dict.fromkeys(n for v in floats for n in v.shape[1:]):
+            yield {argument.name: filled(argument.name, argument.kind or "BoolTensor", (BATCH, length))}
+
+    # -- what is tried after a refusal --------------------------------------------------------------------------
+
+    def mended(self, given: Given, error: BaseException) -> Iterator[Given]:
+        """The inputs changed by what an error says: with an argument more, or of another width."""
+        text = str(error)
+        for had, wants in _widths(text):
+            for name, value in given.items():
+                if isinstance(value, Tensor) and value.is_floating_point() and had in value.shape[1:]:
+                    at = max(i for i, n in enumerate(value.shape) if n == had)
+                    yield given | {name: random(*value.shape[:at], wants, *value.shape[at + 1 :])}
+        if m := re.search(r"shape '\[\d+, (\d+), -1\]' is invalid for input of size (\d+)", text):
+            books = int(m[1])
+            for name, value in given.items():
+                if name.endswith("input_ids") and value.numel() == int(m[2]):
+                    yield given | {name: words(self.config, value.shape[1], books)}
+                    yield given | {name: words(self.config, value.shape[1]).repeat(books, 1)}
+        if "index out of range" in text:
+            least = min(filter(None, (size_in(part, "vocab_size") for part in parts(self.config))), default=2)
+            yield {n: v % least if n.endswith("input_ids") else v for n, v in given.items()}
+        for name in itertools.islice(self._lacking(given, error), 3):
+            for form in itertools.islice(self.forms(name, given), 4):
+                yield self.completed({n: v for n, v in form.items() if n not in given} | given)
+
+    def _lacking(self, given: Given, error: BaseException) -> Iterator[str]:
+        """Arguments not given that an error names, or that stand on the lines it came from, the innermost first."""
+        lines = [str(error)]
+        while error.__cause__ is not None:
+            error = error.__cause__
+            lines.append(str(error))
+        for frame in reversed(list(traceback.extract_tb(error.__traceback__))):
+            if "site-packages/torch/" not in frame.filename and "/tpconvert/" not in frame.filename:
+                last = frame.end_lineno or frame.lineno or 0
+                lines.append("".join(linecache.getline(frame.filename, n) for n in range(frame.lineno or 0, last + 1)))
+        found = dict.fromkeys(word for line in lines for word in re.findall(r"\w+", line))
+        never = {"inputs_embeds"} if "input_ids" in self.names else set()
+        wanted = self.names - given.keys() - never
+        yield from (name for name in found if name in wanted and not _NEVER.search(name))
 
 
-def _companions(signature: Any, inputs: dict[str, Tensor], config: Any) -> dict[str, Any]:
-    """What goes along with the inputs."""
-    out: dict[str, Any] = {}
-    if "input_ids" in inputs and "attention_mask" in signature:
-        out["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    if "decoder_input_ids" in signature and getattr(config, "is_encoder_decoder", False):
-        out["decoder_input_ids"] = _ids(config, OTHER_LENGTH)
-    if "use_cache" in signature:
-        out["use_cache"] = False
-    return out
+def _told(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.max().item() if value.numel() else 0}"
+    return str(value)
 
 
-class _Answers(TorchFunctionMode):
-    """Says yes, and one, where a forward on meta asks for a value: enough to see whether shapes fit."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__bool__:
-            return True
-        if func in (Tensor.item, Tensor.__int__, Tensor.__index__):
-            return 1
-        return func(*args, **kwargs or {})
+def _widths(text: str) -> Iterator[tuple[int, int]]:
+    """``(had, expected)`` of the errors that torch raises for a width that does not fit."""
+    if m := re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", text):
+        yield int(m[1]), int(m[2])
+    if m := re.search(r"to have (\d+) channels, but got (\d+) channels", text):
+        yield int(m[2]), int(m[1])
 
 
-def _runs(skeleton: nn.Module, inputs: dict[str, Any]) -> bool:
-    on_meta = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in inputs.items()}
+def fault(module: nn.Module, given: Given) -> Exception | None:
+    """What a module raises on its inputs; a module without values is run with those of its inputs alone."""
     try:
-        with torch.no_grad(), _Answers():
-            skeleton(**on_meta)
-    except Exception:  # whatever a forward raises on inputs it does not take
-        return False
-    return True
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            if needs_shadow(module):
+                capture(module, given, shadow=Shadow())
+            else:
+                module(**given)
+    except Exception as error:  # whatever a forward raises on inputs it does not take
+        return error
+    return None
 
 
-def _ids(config: Any, length: int) -> Tensor:
+def words(config: Any, length: int, *more: int) -> Tensor:
     """Word ids below the vocabulary's end; none is a special one, which would turn on special code."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocabulary = min(_size(text, "vocab_size") or _size(config, "vocab_size") or _WIDEST, _WIDEST)
-    special = {v for k, v in (vars(config) | vars(text)).items() if k.endswith("_id") and isinstance(v, int)}
+    vocabulary = min(size_in(text, "vocab_size") or size_in(config, "vocab_size") or _WIDEST, _WIDEST)
+    names = re.compile(r"_(id|index)$")
+    special = {v for part in parts(config) for k, v in vars(part).items() if names.search(k) and isinstance(v, int)}
     free = torch.tensor([i for i in range(vocabulary) if i not in special] or [0])
-    return free[torch.randint(len(free), (BATCH, length), generator=_seeded())]
-
-
-def _images(config: Any) -> Iterator[Tensor]:
-    channels = _size(config, "num_channels") or 3
-    yield _rand(BATCH, channels, *_square(config))
-    yield _rand(BATCH, _frames(config), channels, *_square(config))
-
-
-def _videos(config: Any) -> Iterator[Tensor]:
-    yield _rand(BATCH, _frames(config), _size(config, "num_channels") or 3, *_square(config))
-
-
-def _boxes(config: Any) -> Iterator[Tensor]:
-    yield torch.zeros(BATCH, LENGTH, 4, dtype=torch.long)
-    yield torch.zeros(BATCH, LENGTH, 4)
-
-
-def _spectra(config: Any) -> Iterator[Tensor]:
-    bins = next((n for name in _BINS if (n := _size(config, name))), 80)
-    frames = 2 * (_size(config, "max_source_positions") or 32)
-    yield _rand(BATCH, bins, frames)
-    yield _rand(BATCH, 67, bins)
-
-
-def _waves(config: Any) -> Iterator[Tensor]:
-    yield _rand(BATCH, 4001)
-    yield _rand(BATCH, 1, 4800)
-    yield _rand(BATCH, _size(config, "max_length") or 67, _size(config, "num_mel_bins") or 128)
-
-
-_BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "num_mels")
-
-_MAKERS: dict[str, Callable[[Any], Iterator[Tensor]]] = {
-    "pixel_values": _images,
-    "pixel_values_videos": _videos,
-    "bbox": _boxes,
-    "input_features": _spectra,
-    "input_values": _waves,
-}
-
-
-def _frames(config: Any) -> int:
-    return _size(config, "num_frames") or _size(config, "frames_per_clip") or 4
-
-
-def _square(config: Any) -> tuple[int, int]:
-    size = _value(config, "image_size")
-    if isinstance(size, list | tuple) and len(size) >= 2:
-        return int(size[-2]), int(size[-1])
-    side = size[0] if isinstance(size, list | tuple) and size else size
-    return (side, side) if isinstance(side, int) else (224, 224)
-
-
-def _size(config: Any, name: str) -> int | None:
-    value = _value(config, name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _value(config: Any, name: str) -> Any:
-    """An entry of the config, or of the first of its parts that has it."""
-    value = getattr(config, name, None)
-    if value is not None:
-        return value
-    parts = (part for part in vars(config).values() if hasattr(part, "to_dict"))
-    return next((v for part in parts if (v := getattr(part, name, None)) is not None), None)
-
-
-def _rand(*shape: int) -> Tensor:
-    return torch.rand(shape, generator=_seeded())
-
-
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+    return free[torch.randint(len(free), (BATCH, length, *more), generator=torch.Generator().manual_seed(0))]

@@ -1,0 +1,157 @@
+"""A configuration that a model refuses, with the number it misses, or a size that it can divide.
+
+Defaults of transformers are not always complete: a count may be None, an attribute that the model reads may be missing.
+The message, and the line of the model's code that failed, say which.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.zoo.small import EXPERTS, LAYERS, VOCABULARY
+from tpconvert.source.documented import parts
+
+FRAMES = 6
+"""How many lines are looked at, the innermost first."""
+_GUESSES: tuple[tuple[str, Any], ...] = (
+    (r"dropout|drop_rate|_rate$|jitter|decay", 0.0),
+    (r"vocab", VOCABULARY),
+    (r"theta", 10000.0),
+    (r"experts_per_tok|top_?k$|num_selected", 2),
+    (r"experts$", EXPERTS),
+    (r"layers$", LAYERS),
+    (r"window|ratio|stride", 4),
+    (r"length$", 4),
+)
+"""What a missing number is taken to be, by its name."""
+
+
+def mend(config: Any, error: BaseException) -> bool:
+    """Change the configuration, or one in it, by what an error says; whether there was anything to change."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error)
+    if m := re.search(r"'(\w+)' object has no attribute '(\w+)'", text):
+        for part in parts(config):
+            if type(part).__name__ == m[1]:
+                return _set(part, m[2], guess(part, m[2]))
+    for name in dict.fromkeys(_names(error)):
+        for part in parts(config):
+            if _absent(part, name):
+                value = _kinds(part, name, error) if "subscriptable" in text else guess(part, name)
+                return _set(part, name, value)
+    for name in re.findall(r"`(\w+)`", text):
+        if all(getattr(part, name, None) is None for part in parts(config)):
+            text_config = config.get_text_config()
+            return _set(text_config, name, guess(text_config, name))
+    return False
+
+
+def _absent(part: Any, name: str) -> bool:
+    try:
+        return getattr(part, name, 0) is None
+    except Exception:  # an attribute that differs by layer
+        return False
+
+
+def guess(part: Any, name: str) -> Any:
+    """A value for a number that is missing."""
+    width = next((v for n in ("hidden_size", "d_model", "dim") if isinstance(v := getattr(part, n, None), int)), 32)
+    heads = getattr(part, "num_attention_heads", None) or 4
+    if name.endswith(("token_id", "token_index")):
+        taken = {v for v in vars(part).values() if isinstance(v, int)}
+        return next(i for i in range(VOCABULARY - 1, 0, -1) if i not in taken)
+    if re.search(r"head_(dim|size)", name):
+        return max(width // heads, 2)
+    if re.search(r"heads$", name):
+        return heads
+    for pattern, value in _GUESSES:
+        if re.search(pattern, name):
+            return value
+    return width if re.search(r"size$|dim$|width$", name) else 4
+
+
+def _set(part: Any, name: str, value: Any) -> bool:
+    if value is None:
+        return False
+    try:
+        setattr(part, name, value)
+    except Exception:  # a property without a setter, or a value that its class refuses
+        return False
+    return True
+
+
+def _names(error: BaseException) -> Iterator[str]:
+    """Names in the message, and those read on the lines that failed, also by another name of the module's own."""
+    yield from re.findall(r"[`'](\w+)[`']", str(error))
+    for file, line in _lines(error):
+        source = Path(file).read_text(errors="ignore")
+        for owner, name in re.findall(r"(config|self)\.(\w+)", line):
+            yield name
+            if owner == "self":
+                yield from re.findall(rf"self\.{name} = \w*config\.(\w+)", source)
+                yield from re.findall(rf"{name}(?::[^=\n]*)? = \w*config\.(\w+)", source)
+                yield from re.findall(rf"self\.{name} = getattr\(\w*config, \"(\w+)\"", source)
+
+
+def _lines(error: BaseException) -> Iterator[tuple[str, str]]:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/transformers/models/" in f.filename]
+    for frame in list(reversed(frames))[:FRAMES]:
+        first, last = frame.lineno or 0, frame.end_lineno or frame.lineno or 0
+        yield frame.filename, " ".join(linecache.getline(frame.filename, n) for n in range(first, last + 1))
+
+
+def _kinds(part: Any, name: str, error: BaseException) -> list[str] | None:
+    """A kind for every layer: those that the code compares with, in turn."""
+    layers = next((v for n in ("num_hidden_layers", "num_layers") if isinstance(v := getattr(part, n, None), int)), 2)
+    for file, line in _lines(error):
+        if name in line:
+            source = Path(file).read_text(errors="ignore")
+            kinds = re.findall(rf"{name}\[\w+\] [!=]= \"(\w+)\"", source)
+            kinds = list(dict.fromkeys([*kinds, "full_attention" if name == "layer_types" else "dense"]))
+            return [kinds[i % len(kinds)] for i in range(layers)]
+    return None
+
+
+def divisible(config: Any) -> None:
+    """Make heads divide the widths that they share, and key heads divide heads, in a configuration and all in it."""
+    for part in parts(config):
+        heads = next((n for n in ("num_attention_heads", "num_heads", "n_head", "n_heads") if _count(part, n)), None)
+        width = next((n for n in ("hidden_size", "d_model", "n_embd", "embed_dim", "dim") if _count(part, n)), None)
+        if heads is None or width is None:
+            continue
+        own = any(_count(part, n) for n in ("head_dim", "d_kv", "kv_channels", "attention_head_dim"))
+        if not own and _count(part, width) % _count(part, heads):
+            total = _count(part, width)
+            _set(part, heads, next(n for n in range(min(_count(part, heads), total), 0, -1) if total % n == 0))
+        few = _count(part, "num_key_value_heads")
+        if few and _count(part, heads) % few:
+            _set(part, "num_key_value_heads", next(n for n in range(few, 0, -1) if _count(part, heads) % n == 0))
+
+
+def _count(part: Any, name: str) -> int:
+    value = getattr(part, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def lessen(config: Any, module: Any) -> bool:
+    """Divide by four the numbers of a configuration that the sizes of the largest parameters are multiples of."""
+    largest = sorted(module.parameters(), key=lambda p: -p.numel())[:3]
+    dims = {n for p in largest for n in p.shape}
+    changed = False
+    for part in parts(config):
+        for name, value in list(vars(part).items()):
+            if type(value) is int and value >= 64 and any(n % value == 0 for n in dims):
+                changed |= _set(part, name, value // 4)
+            elif _integers(value) and max(value) in dims:
+                changed |= _set(part, name, type(value)(max(v // 4, 1) for v in value))
+    return changed
+
+
+def _integers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(type(v) is int for v in value)

@@ -1,0 +1,164 @@
+"""Example inputs: by docstring and config, for every tower, and mended by what a forward says."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from tpconvert.errors import SourceError
+from tpconvert.source import open_source
+from tpconvert.source.documented import arguments, example, size_of
+from tpconvert.source.inputs import example_inputs
+
+TEXT = {
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 60,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+VISION = {"hidden_size": 20, "intermediate_size": 18, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAVA = {
+    "model_type": "llava",
+    "architectures": ["LlavaForConditionalGeneration"],
+    "image_token_index": 57,
+    "text_config": TEXT | {"model_type": "llama"},
+    "vision_config": VISION | {"model_type": "clip_vision_model", "image_size": 12, "patch_size": 4},
+}
+QWEN = {
+    "model_type": "qwen2_vl",
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "image_token_id": 57,
+    "video_token_id": 56,
+    "vision_start_token_id": 55,
+    "vision_end_token_id": 54,
+    "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}},
+    "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 24, "num_heads": 2, "patch_size": 4},
+}
+AUDIO = {
+    "model_type": "audioflamingo3",
+    "architectures": ["AudioFlamingo3ForConditionalGeneration"],
+    "audio_token_id": 57,
+    "text_config": TEXT | {"model_type": "qwen2"},
+    "audio_config": {
+        "model_type": "audioflamingo3_encoder",
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_mel_bins": 8,
+        "max_source_positions": 10,
+    },
+}
+
+
+def open_config(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    return open_source(str(folder))
+
+
+def unreached(source):
+    """The parameters that the output does not depend on."""
+    module = source.build()
+    module(**source.inputs).logits.sum().backward()
+    return {name for name, p in module.named_parameters() if p.grad is None and p.requires_grad}
+
+
+def test_an_image_has_as_many_marks_among_the_words_as_it_has_features(tmp_path):
+    source = open_config(tmp_path, LLAVA)
+    assert source.inputs["pixel_values"].shape == (2, 3, 12, 12)
+    assert (source.inputs["input_ids"] == 57).sum(1).tolist() == [9, 9]
+    assert not [n for n in unreached(source) if "projector" in n or "patch_embedding" in n]
+
+
+def test_images_and_videos_on_grids_reach_every_parameter(tmp_path):
+    source = open_config(tmp_path, QWEN)
+    inputs = source.inputs
+    assert inputs["image_grid_thw"].prod(1).sum() == len(inputs["pixel_values"])
+    assert inputs["video_grid_thw"].prod(1).sum() == len(inputs["pixel_values_videos"])
+    assert (inputs["input_ids"] == 57).sum(1).tolist() == [4, 4]
+    assert torch.equal(inputs["mm_token_type_ids"] == 1, inputs["input_ids"] == 57)
+    assert torch.equal(inputs["mm_token_type_ids"] == 2, inputs["input_ids"] == 56)
+    assert unreached(source) == set()
+
+
+def test_sounds_have_marks_too(tmp_path):
+    source = open_config(tmp_path, AUDIO)
+    assert "input_features" in source.inputs
+    assert (source.inputs["input_ids"] == 57).sum() > 0
+    assert unreached(source) == set()
+
+
+# -- docstrings -------------------------------------------------------------------------------------------------
+
+
+class Config(PretrainedConfig):
+    model_type = "made-up"
+
+    def __init__(self, width=6, patch_size=4, num_channels=3, image_size=8, **more):
+        self.width, self.patch_size, self.num_channels, self.image_size = width, patch_size, num_channels, image_size
+        super().__init__(**more)
+
+
+class Documented(nn.Module):
+    main_input_name = "states"
+
+    def __init__(self, config):
+        super().__init__()
+        self.linear = nn.Linear(config.width, 5)
+
+    def forward(self, states, bias=None, labels=None):
+        """
+        states (`torch.FloatTensor` of shape `(batch_size, sequence_length, width)`):
+            What is read.
+        bias (`torch.LongTensor` of shape `(batch_size, 1)`, *optional*):
+            What is added.
+        """
+        if bias is None:
+            raise ValueError("You have to specify `bias`")
+        return self.linear(states) + bias[:, None]
+
+
+def test_a_docstring_gives_types_and_shapes():
+    found = arguments(Documented(Config()).forward)
+    assert (found["states"].dims, found["states"].required) == (("batch_size", "sequence_length", "width"), True)
+    assert (found["bias"].kind, found["labels"].dims) == ("LongTensor", ())
+    assert example(found["states"], Config()).shape == (2, 13, 6)
+
+
+@pytest.mark.parametrize(
+    ("dim", "size"),
+    [("num_channels * patch_size * patch_size", 48), ("2 + width", 8), ("image_size", 8), ("4", 4), ("batch_size", 2)],
+)
+def test_a_dim_is_a_formula_of_the_numbers_of_the_config(dim, size):
+    assert size_of(dim, Config()) == size
+
+
+def test_what_a_forward_asks_for_is_given():
+    inputs = example_inputs(Documented(Config()), Config())
+    assert {n: (v.shape, v.dtype) for n, v in inputs.items()} == {
+        "states": ((2, 13, 6), torch.float32),
+        "bias": ((2, 1), torch.long),
+    }
+
+
+def test_a_width_is_made_the_one_that_is_expected():
+    module = Documented(Config(width=10))
+    assert example_inputs(module, Config(width=6))["states"].shape == (2, 13, 10)
+
+
+def test_an_input_of_which_nothing_is_known_is_told():
+    class Unknown(nn.Module):
+        main_input_name = "thing"
+
+        def forward(self, thing):
+            return thing
+
+    with pytest.raises(SourceError, match="no example is known for the input 'thing'"):
+        example_inputs(Unknown(), Config())

@@ -1,0 +1,158 @@
+"""Inputs for the towers of a multimodal model: images, videos and sounds, and the words that stand for them.
+
+Such a model puts the features of an image in the places of as many marks among the words.  How many there are, the
+model is asked: transformers gives it a ``get_image_features``, ``get_video_features`` or ``get_audio_features``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpconvert.source.documented import BATCH, value_in
+
+Given = dict[str, Any]
+KINDS = ("image", "video", "audio")
+BEFORE = 3
+"""Words that come before the first mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """What one tower is given, and the marks it fills."""
+
+    kind: str
+    given: Given
+    mark: int
+    count: int
+    """Marks for one image, or one sound."""
+    around: tuple[tuple[int, ...], tuple[int, ...]]
+    """The words that the model looks for before and after them."""
+
+
+def with_towers(
+    module: nn.Module,
+    config: Any,
+    names: set[str],
+    forms: Callable[[str], Iterator[Given]],
+    runs: Callable[[nn.Module, Given], bool],
+    words: Callable[[], Tensor],
+) -> Iterator[Given]:
+    """Inputs for all towers at once, then for fewer; none where the model has no towers.
+
+    ``names`` are the arguments of its forward, ``forms`` gives forms for one of them, ``runs`` tells whether a module
+    runs on what it is given, and ``words`` makes the text.
+    """
+    found = [t for kind in KINDS if (t := _tower(module, config, kind, names, forms, runs)) is not None]
+    yield from (_filled((tower,), names, words()) for tower in _unasked(module, config, names, forms))
+    for many in range(len(found), 0, -1):
+        for towers in combinations(found, many):
+            yield _filled(towers, names, words())
+
+
+class _Features(nn.Module):
+    """A tower as a module of its own; remembers how many features its last call gave."""
+
+    def __init__(self, whole: nn.Module, method: str) -> None:
+        super().__init__()
+        self.whole, self.method = whole, method
+        self.count = 0
+
+    def forward(self, **given: Any) -> Any:
+        out = getattr(self.whole, self.method)(**given)
+        features = getattr(out, "pooler_output", out)
+        features = out[0] if features is None else features
+        self.count = sum(t.numel() // t.shape[-1] for t in _tensors(features)) // BATCH
+        return features
+
+
+def _tensors(features: Any) -> list[Tensor]:
+    if isinstance(features, Tensor):
+        return [features]
+    return [t for f in features for t in _tensors(f)] if isinstance(features, list | tuple) else []
+
+
+def _tower(
+    module: nn.Module,
+    config: Any,
+    kind: str,
+    names: set[str],
+    forms: Callable[[str], Iterator[Given]],
+    runs: Callable[[nn.Module, Given], bool],
+) -> Tower | None:
+    """The tower of a kind and the first form that it runs on."""
+    method = f"get_{kind}_features"
+    mark = _mark(config, kind)
+    taken = _taken(module, method)
+    entry = next((n for n in taken if n in names), None)
+    if mark is None or entry is None:
+        return None
+    features = _Features(module, method)
+    for form in forms(entry):
+        given = {n: v for n, v in form.items() if n in taken}
+        if runs(features, given) and features.count:
+            return Tower(kind, given, mark, features.count, _around(config, kind))
+    return None
+
+
+def _unasked(
+    module: nn.Module, config: Any, names: set[str], forms: Callable[[str], Iterator[Given]]
+) -> Iterator[Tower]:
+    """Guesses for towers that cannot be asked: one mark for all of an image or a sound, as older models have it."""
+    for kind, entry in (("image", "pixel_values"), ("audio", "input_features")):
+        mark = _mark(config, kind)
+        if mark is not None and entry in names and not _taken(module, f"get_{kind}_features"):
+            for form in islice(forms(entry), 6):
+                yield Tower(kind, form, mark, 1, _around(config, kind))
+
+
+def _taken(module: nn.Module, method: str) -> list[str]:
+    """The arguments of a method that is the module's own, or that of the part which it passes them on to."""
+    for part in module.modules():
+        if callable(found := getattr(part, method, None)):
+            parameters = inspect.signature(found).parameters.values()
+            if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+                return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    return []
+
+
+def _mark(config: Any, kind: str) -> int | None:
+    """The word that stands for one feature."""
+    names = [f"{k}_token_{end}" for k in (kind, *(["image"] if kind == "video" else [])) for end in ("id", "index")]
+    return next((v for n in names if isinstance(v := value_in(config, n), int)), None)
+
+
+def _around(config: Any, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The words before and after the marks, where the config names them."""
+    kinds = (kind, "vision") if kind != "audio" else (kind,)
+    start, end = (
+        next((v for k in kinds for w in words if isinstance(v := value_in(config, f"{k}_{w}_token_id"), int)), None)
+        for words in (("start", "bos", "begin"), ("end", "eos"))
+    )
+    return (() if start is None else (start,)), (() if end is None else (end,))
+
+
+def _filled(towers: tuple[Tower, ...], names: set[str], words: Tensor) -> Given:
+    """All that the towers are given, and text with their marks in it."""
+    out: Given = {}
+    ids, kinds = [words[:, :BEFORE]], [torch.zeros_like(words[:, :BEFORE])]
+    for tower in towers:
+        out |= tower.given
+        before, after = tower.around
+        row = torch.tensor([*before, *[tower.mark] * tower.count, *after]).repeat(BATCH, 1)
+        ids.append(row)
+        kinds.append((row == tower.mark) * (KINDS.index(tower.kind) + 1))
+    ids.append(words[:, BEFORE:])
+    kinds.append(torch.zeros_like(words[:, BEFORE:]))
+    out["input_ids"] = torch.cat(ids, dim=1)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in names:
+            out[name] = torch.cat(kinds, dim=1)
+            break
+    return out
