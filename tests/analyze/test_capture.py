@@ -141,11 +141,15 @@ class Doubled(torch.autograd.Function):
         return grad * 2
 
 
-def test_the_inside_of_a_custom_autograd_function_counts_as_differentiable() -> None:
+def test_a_custom_autograd_function_is_one_op_over_its_arguments_and_all_it_computes() -> None:
     trace = traced(lambda self, x: Doubled.apply(x * self.weight).sum(0))
-    inside = [n for n in trace.nodes if n.meta["op"] in ("mul", "add")]
-    assert len(inside) == 3
-    assert all(n.meta["grad"] for n in inside)
+    outer, *inside = [n for n in trace.nodes if n.meta["op"] in ("mul", "add")]
+    (applied,) = [n for n in trace.nodes if n.meta["op"] == "Doubled.apply"]
+    assert [n.meta["op"] for n in inside] == ["mul", "add"]
+    assert not any(n.meta["grad"] for n in inside)
+    assert applied.meta["grad"]
+    assert set(applied.all_input_nodes) == {outer, *inside}
+    assert [n.meta["op"] for n in applied.users] == ["sum"]
 
 
 def test_values_made_without_grad_do_not_count_as_differentiable() -> None:

@@ -183,6 +183,7 @@ FAULTS: dict[str, Fault] = {
     # copies
     "a copy dropped": Fault("gated_mlp_bias", drop("copy", "core")),
     "the copy before the head dropped": Fault("gated_mlp_bias", drop("copy", "head")),
+    "the copy of the model's input dropped": Fault("mlp", drop("copy", "0")),
     "a copy twice": Fault("gated_mlp_bias", double("copy", "core")),
     "a copy on a value that is also used whole": Fault(
         "gated_mlp_bias", turn("copy", "core", module="inp", side="output", slots=("",))

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from tpconvert.analyze.capture import Trace
+from tpconvert.analyze.gradients import HOOK
 from tpconvert.analyze.terms import P, Term, UnalignedError, V, atoms, cut, find, leaves, products, unify
 
 Dims = list[Term]
@@ -56,6 +57,8 @@ class Rule:
     """The operand that is added to its contraction: a bias."""
     unless: frozenset[str] = frozenset()
     """Arguments that must be zero, None or left out for it to be linear."""
+    through: bool = False
+    """A custom autograd function that is recorded as what its forward does: its backward is the derivative of that."""
     origin: str = ""
 
 
@@ -87,6 +90,11 @@ class Axes:
             self._visit(node)
         for node in trace.read:
             self.block(flat(self.dims[node]), node, "Python reads its values")
+        for node in trace.parameters.values():
+            if getattr(node.meta["val"], "_backward_hooks", None) or getattr(
+                node.meta["val"], "_post_accumulate_grad_hooks", None
+            ):
+                self.block(self.of(node), node, HOOK)
         self._resolve()
 
     # -- used by rules ------------------------------------------------------------------------------------
@@ -199,7 +207,7 @@ class Axes:
     def _apply(self, node: fx.Node, op: str) -> Any:
         rule = self.rule(op)
         if rule is None:
-            out = self.opaque(node, "no rule for this op (add one with --rules)")
+            out = self.opaque(node, node.meta.get("why", "no rule for this op (add one with --rules)"))
         else:
             self.bound[node] = bind(node, rule.args)
             try:

@@ -8,6 +8,7 @@ from torch import fx
 
 from tpconvert.analyze.axes import flat, inplace_target, is_many, nodes_in
 from tpconvert.analyze.capture import Call
+from tpconvert.analyze.gradients import has_own_backward, watchers
 from tpconvert.analyze.states import ConflictError, Flow, Host, Hosts, Placed, involved, is_op, rule_of
 from tpconvert.analyze.terms import half_cut, leaves
 
@@ -51,6 +52,9 @@ class Backward:
         mixed_many = [u for u in partial if is_many(flow.ax.dims[u]) and not self.all_items(u)]
         if not partial:
             return
+        if seen := watchers(node):
+            self.watched(node, partial, {*users, *seen} - partial, mixed_many)
+            return
         if node.meta["op"] == "parameter":
             self.parameter(node, users, partial - set(mixed_many))
             return
@@ -60,16 +64,36 @@ class Backward:
         outside = node not in self.inside or node in flow.reduced or node in flow.gathered
         if len(partial) == len(users) and not mixed_many and not returned:
             if not outside or not self.close(node, partial):
-                flow.zone.add(node)
+                self.pass_on(node)
             return
         if not outside:
             if not self.segments_agree(node, users):
                 raise ConflictError(
                     involved(flow, node), node, "part of its gradient is summed over ranks and part is not"
                 )
-            flow.zone.add(node)
+            self.pass_on(node)
             return
         self.mixed(node, users, partial, mixed_many)
+
+    def pass_on(self, node: fx.Node) -> None:
+        """Let a partial gradient reach what a value was computed from, if that is linear and differentiable at all."""
+        why = ""
+        if has_own_backward(node):
+            why = "its own backward would be given a term of a sum over ranks"
+        elif node.meta["op"] == "input":
+            why = "its gradient is a term of a sum over ranks, and no boundary is there to sum it at"
+        if why:
+            raise ConflictError(involved(self.flow, node), node, why)
+        self.flow.zone.add(node)
+
+    def watched(self, node: fx.Node, partial: set[fx.Node], others: set[fx.Node], mixed_many: list[fx.Node]) -> None:
+        """A gradient that is seen must be whole where it is seen: summed at the inputs of the modules it comes from."""
+        covered, left = self.hosts.covering(node, partial, others)
+        if left or mixed_many or node.meta["op"] == "parameter":
+            raise ConflictError(
+                involved(self.flow, node), node, "a hook there would be given a term of a sum over ranks"
+            )
+        self.place(node, covered, left)
 
     def close(self, node: fx.Node, partial: set[fx.Node]) -> bool:
         """Place the copy of a value all of whose consumers are in the region; False where no boundary fits.

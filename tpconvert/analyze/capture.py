@@ -23,9 +23,12 @@ from typing import Any
 
 from torch import nn
 
+from tpconvert.analyze.entering import has_floats
 from tpconvert.analyze.provenance import remembering
-from tpconvert.analyze.recorder import Inputs, Recorder, descending_into_functionals, is_inplace, mutated_alias
+from tpconvert.analyze.recorder import Inputs, Recorder, is_inplace, mutated_alias
+from tpconvert.analyze.running import descending_into_functionals
 from tpconvert.analyze.trace import Call, Trace
+from tpconvert.errors import SourceError
 
 __all__ = [
     "Call",
@@ -39,14 +42,27 @@ __all__ = [
 ]
 
 
-def capture(module: nn.Module, inputs: Inputs, *, values: bool = False, shadow: Any = None) -> Trace:
+def capture(module: nn.Module, inputs: Inputs, *, values: bool = False, shadow: Any = None, rules: Any = None) -> Trace:
     """Record ``module(**inputs)`` (or ``module(*inputs)``) and return its trace.
 
     ``values`` keeps a copy of every op's result.  ``shadow`` answers value questions on meta tensors
-    (:class:`tpconvert.analyze.shadow.Shadow`).  Raises SourceError, with the failing line of the module's
-    own code, where the forward fails.
+    (:class:`tpconvert.analyze.shadow.Shadow`).  ``rules`` say which custom autograd functions are one op, the
+    shipped ones unless given.  Floating inputs take part in differentiation: a whole model gives them a gradient.
+    Raises SourceError, with the failing line of the module's own code, where the forward fails.
     """
-    recorder = Recorder(module, values, shadow)
+    from tpconvert.analyze.rules import load_rules
+
+    rules = load_rules() if rules is None else rules
+    try:
+        return _captured(module, inputs, Recorder(module, values, shadow, rules, True))
+    except SourceError:
+        if not has_floats(inputs):
+            raise
+        # a forward that does to its inputs what cannot be differentiated has no gradients of them
+        return _captured(module, inputs, Recorder(module, values, shadow, rules, False))
+
+
+def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder) -> Trace:
     formulas = recorder.formulas
     with remembering(module, formulas) as owners, _all_floats_need_grad(module):
         output = recorder.run(inputs)
@@ -64,6 +80,7 @@ def capture(module: nn.Module, inputs: Inputs, *, values: bool = False, shadow: 
         recorder.notes,
         recorder.read,
         recorder.by_data,
+        recorder.rules,
     )
 
 

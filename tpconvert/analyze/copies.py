@@ -18,14 +18,15 @@ def copied(module: nn.Module, parameters: Mapping[int, nn.Parameter] | None = No
 
     A tensor that a forward computed and left on the module (a loss for later, the weight that ``weight_norm``
     puts together before each call) has a history, which cannot be copied: the copy holds its value alone, until a
-    forward computes it anew.  A view of a parameter is a view of the copy's.  What refuses to be copied (a lock, a
-    file, a Python module) is shared.
+    forward computes it anew.  A view of a parameter is a view of the copy's.  Hooks on the gradients of parameters,
+    which torch does not copy, and what refuses to be copied (a lock, a file, a Python module) are shared.
     """
     shared: dict[int, Any] = {}
     while True:
         try:
             with _WithoutHistory():
-                return copy.deepcopy(module, {**(parameters or {}), **shared})
+                made = copy.deepcopy(module, {**(parameters or {}), **shared})
+            return _with_hooks(made, module)
         except Exception as error:  # whatever the parts of a module raise
             culprit = _refusing(error)
             if isinstance(culprit, nn.Module | Tensor) or id(culprit) in shared:
@@ -34,6 +35,14 @@ def copied(module: nn.Module, parameters: Mapping[int, nn.Parameter] | None = No
                     f"{type(error).__name__}: {' '.join(str(error).split())}"
                 ) from error
             shared[id(culprit)] = culprit
+
+
+def _with_hooks(made: nn.Module, module: nn.Module) -> nn.Module:
+    for new, old in zip(made.parameters(), module.parameters(), strict=True):
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if new is not old and getattr(old, hooks) is not None:
+                setattr(new, hooks, getattr(old, hooks))
+    return made
 
 
 class _WithoutHistory(TorchFunctionMode):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpconvert.analyze.axes import Axes, is_many, stops_gradient, tensors
+from tpconvert.analyze.axes import is_many, stops_gradient, tensors
 from tpconvert.analyze.dealing import Deal
 from tpconvert.analyze.flow import Flow, Placed
 from tpconvert.analyze.forward import root_parameter
@@ -59,7 +59,7 @@ class Lockstep:
         self.ranks = range(deal.tp)
         self.env: dict[fx.Node, list[Any]] = {}
         self.seen: dict[tuple[fx.Node, fx.Node], list[Any]] = {}  # (value, consumer) -> what that consumer sees
-        self.leaves: dict[str, list[torch.Tensor]] = {}
+        self.leaves: dict[fx.Node, list[torch.Tensor]] = {}
         self.out = Emulation()
         self.copies: dict[fx.Node, list[Placed]] = defaultdict(list)
         self.scatters: dict[fx.Node, list[Placed]] = defaultdict(list)
@@ -102,13 +102,17 @@ class Lockstep:
         """Give every rank its part of a parameter, or all of an input."""
         value = node.meta["value"]
         if node.meta["op"] != "parameter":
-            self.env[node] = [value for _ in self.ranks]
+            parts = [value for _ in self.ranks]
+            if node.meta["op"] == "input" and node.meta["val"].requires_grad:
+                self.leaves[node] = [value.clone().requires_grad_() for _ in self.ranks]
+                parts = [leaf.clone() for leaf in self.leaves[node]]  # which may be written into
+            self.env[node] = parts
             return
         dims = self.ax.of(node)
         parts = [self.deal.local(value, dims, r) if node in self.flow.cut else value.clone() for r in self.ranks]
         if node.meta["val"].requires_grad:
             parts = [p.requires_grad_(True) for p in parts]
-            self.leaves[str(node.target)] = parts
+            self.leaves[node] = parts
         if node in self.flow.sum_grad:
             parts = copy_shared(parts, [self.rows(node, r) for r in self.ranks], value.numel())
         if node in self.flow.once:
@@ -203,16 +207,16 @@ class Lockstep:
         if not names or not self.leaves:
             return
         torch.autograd.backward(losses)
-        reference = whole_gradients(self.ax, names)
+        reference = whole_gradients(list(self.leaves), names)
         floor = 1e-6 * max(float(g.abs().max()) if g.numel() else 0.0 for g in reference.values())
-        for name, parts in self.leaves.items():
-            node = self.ax.trace.parameters[name]
-            whole = reference[name]
+        for node, parts in self.leaves.items():
+            whole = reference[node]
             worst = 0.0
             for rank, part in enumerate(parts):
                 want = self.deal.local(whole, self.ax.of(node), rank) if node in self.flow.cut else whole
                 have = part.grad.to_dense() if part.grad is not None else torch.zeros_like(part)
                 worst = max(worst, relative(have, want, whole, floor))
+            name = f"input {node.meta['slot']}" if node.meta["op"] == "input" else str(node.target)
             self.out.gradients.append(Difference(name, "", worst))
 
     def indices(self, node: fx.Node, rank: int) -> tuple[int, torch.Tensor, int]:
@@ -301,12 +305,12 @@ def relative(value: torch.Tensor, want: torch.Tensor, whole: torch.Tensor, floor
     return (difference.max().item() if difference.numel() else 0.0) / max(scale, floor, 1e-30)
 
 
-def whole_gradients(ax: Axes, weights: list[tuple[fx.Node, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def whole_gradients(leaves: list[fx.Node], weights: list[tuple[fx.Node, torch.Tensor]]) -> dict[fx.Node, torch.Tensor]:
     """The gradients of the whole model for the same sum of outputs: those the capture's own autograd graph gives."""
-    named = {n: node.meta["val"] for n, node in ax.trace.parameters.items() if node.meta["val"].requires_grad}
+    tensors = [node.meta["val"] for node in leaves]
     total: Any = sum((node.meta["val"] * w).sum() for node, w in weights)
-    grads = torch.autograd.grad(total, list(named.values()), allow_unused=True, retain_graph=True)
-    pairs = zip(named.items(), grads, strict=True)
+    grads = torch.autograd.grad(total, tensors, allow_unused=True, retain_graph=True)
+    pairs = zip(zip(leaves, tensors, strict=True), grads, strict=True)
     return {n: g.to_dense() if g is not None else torch.zeros_like(p) for (n, p), g in pairs}
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import operator
-import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from tpconvert.analyze.entering import Entered
+from tpconvert.analyze.gradients import WATCHING, is_foreign, showing_functions, watch
 from tpconvert.analyze.provenance import Expression, Formulas, Int, dims_read
+from tpconvert.analyze.running import descending_into_functionals, forward_failed, runs_in
 from tpconvert.analyze.shadow import QUESTIONS
 from tpconvert.analyze.trace import Call
 from tpconvert.analyze.trees import constant_slots, is_plain, tensor_slots, tensors_in
-from tpconvert.errors import SourceError
+from tpconvert.analyze.unseen import Below, storage_of, transforming
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 
@@ -51,9 +51,12 @@ class Noted(Formulas):
 class Recorder(TorchFunctionMode):
     """Writes a node for each torch function called while it is active."""
 
-    def __init__(self, module: nn.Module, values: bool, shadow: Any) -> None:
+    def __init__(self, module: nn.Module, values: bool, shadow: Any, rules: Any, input_gradients: bool) -> None:
         super().__init__()
         self.module, self.values, self.shadow = module, values, shadow
+        self.rules, self.input_gradients = rules, input_gradients
+        self.below = Below(self)
+        self.hiding = 0  # more than 0 while the inside of an op is run, which a rule speaks for
         self.graph = fx.Graph()
         self.calls: list[Call] = []
         self.stack: list[Call] = []
@@ -75,13 +78,14 @@ class Recorder(TorchFunctionMode):
 
     def run(self, inputs: Inputs) -> Any:
         """Call the module under the recorder."""
-        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+        entered = Entered(inputs, self.input_gradients)
+        args, kwargs = ((), dict(entered.tree)) if isinstance(inputs, Mapping) else (tuple(entered.tree), {})
         if self.shadow is not None:
             args, kwargs = self.shadow.enter(args), self.shadow.enter(kwargs)
         for prefix, tree in (("args", args), ("kwargs", kwargs)):
             for slot, tensor in tensor_slots(tree, prefix):
                 node = self.graph.create_node("placeholder", f"input_{slot.replace('.', '_')}")
-                node.meta.update(op="input", slot=slot, call=None)
+                node.meta.update(op="input", slot=slot, call=None, val=entered.given.get(id(tensor), tensor))
                 self.bind(tensor, node)
         with ExitStack() as stack:
             stack.enter_context(self.following_calls())
@@ -89,11 +93,13 @@ class Recorder(TorchFunctionMode):
             if self.shadow is not None:
                 stack.enter_context(self.shadow.active(self))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(showing_functions(self))
+            stack.enter_context(self.below)
             stack.enter_context(self)
             try:
                 return self.module(*args, **kwargs)
             except Exception as error:
-                failure = _forward_failed(self.module, error)
+                failure = forward_failed(self.module, error)
                 failure.module = self.stack[-1].module if self.stack else ""  # type: ignore[attr-defined]
                 raise failure from error
 
@@ -105,6 +111,8 @@ class Recorder(TorchFunctionMode):
             path_of.setdefault(id(module), path)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.blind():
+                return
             path = path_of.get(id(module), f"?{type(module).__name__}")
             call = Call(path, self.counts.get(path, 0), self.stack[-1] if self.stack else None)
             self.counts[path] = call.index + 1
@@ -116,6 +124,8 @@ class Recorder(TorchFunctionMode):
             self.stack.append(call)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.blind():
+                return
             call = self.stack.pop()
             call.outputs = dict(self.slots(output))
             call.end = len(self.graph.nodes)
@@ -132,9 +142,29 @@ class Recorder(TorchFunctionMode):
 
     # -- recording ----------------------------------------------------------------------------------------
 
+    def blind(self) -> bool:
+        """Whether what runs now is not recorded op by op."""
+        return self.hiding > 0 or transforming()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = op_name(func)
+        if self.blind():
+            return self.unrecorded(func, op_name(func), args, kwargs or {})
+        self.below.covered += 1
+        try:
+            return self.seen(func, op_name(func), args, kwargs or {})
+        finally:
+            self.below.covered -= 1
+
+    def unrecorded(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An op of which only what it computes from what is noted, below."""
+        if name in QUESTIONS:
+            self.read |= set(self.below.of_all((args, kwargs)))
+        if self.shadow is None or name in (".shape", "size", ".dtype"):
+            return func(*args, **kwargs)
+        return self.shadow.execute(self, func, name, args, kwargs)
+
+    def seen(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Run and record an op."""
         if name in QUESTIONS and self.stack:
             self.stack[-1].asked = self.stack[-1].asked or name
             self.read |= {self.node_for(t) for t in tensors_in((args, kwargs))}
@@ -149,7 +179,9 @@ class Recorder(TorchFunctionMode):
         if name in CONCRETE and self.shadow is None:
             return func(*args, **kwargs)
         out = self.shadow.execute(self, func, name, args, kwargs) if self.shadow is not None else func(*args, **kwargs)
-        if name in CONCRETE:
+        if name in WATCHING:
+            watch(self, name, args, kwargs)
+        if name in CONCRETE or name == ".grad_fn":
             return out
         inplace = is_inplace(name, kwargs)
         if not inplace:
@@ -167,11 +199,11 @@ class Recorder(TorchFunctionMode):
         """Write one op."""
         call = self.stack[-1] if self.stack else None
         node = self.graph.create_node("call_function", func, self.map(tuple(args)), self.map(kwargs))
-        node.meta.update(op=name, call=call, val=out)
+        node.meta.update(op=name, call=call, val=out, own_backward=is_foreign(func) and self.rules.get(name) is None)
         if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
             node.meta["dtypes"] = [(n, d) for c, n, d in reversed(self.reads) if c is call]
         if name == "embedding":
-            node.meta["layer"] = _runs_in(nn.Embedding.forward)
+            node.meta["layer"] = runs_in(nn.Embedding.forward)
         if (
             name in DATA_SHAPED
             or (name == "where" and len(args) == 1)
@@ -183,15 +215,21 @@ class Recorder(TorchFunctionMode):
             for tensor in tensors_in(target):
                 self.mutated(tensor, node)
                 node.meta["val"] = tensor
-        elif isinstance(out, torch.Tensor):
-            self.bind(out, node)
         else:
-            for i, tensor in enumerate(outs):
-                item = self.graph.create_node("call_function", operator.getitem, (node, i))
-                item.meta.update(op="item", call=call)
-                if node in self.by_data:
-                    self.by_data.add(item)
-                self.bind(tensor, item)
+            for tensor, result in self.results(node, out, outs):
+                self.bind(tensor, result)
+
+    def results(self, node: fx.Node, out: Any, outs: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, fx.Node]]:
+        """Each tensor an op returned with its node."""
+        if isinstance(out, torch.Tensor):
+            yield out, node
+            return
+        for i, tensor in enumerate(outs):
+            item = self.graph.create_node("call_function", operator.getitem, (node, i))
+            item.meta.update(op="item", call=node.meta["call"])
+            if node in self.by_data:
+                self.by_data.add(item)
+            yield tensor, item
 
     def sizes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``x.shape`` and ``x.size()`` whose integers remember the tensor and the dim."""
@@ -207,7 +245,7 @@ class Recorder(TorchFunctionMode):
     def mutated(self, tensor: torch.Tensor, node: fx.Node) -> None:
         """Give ``tensor``, and everything on its storage, a version after ``node``."""
         with torch._C.DisableTorchFunction():
-            others = [t for t in self.storages.get(_storage(tensor), ()) if t is not tensor]
+            others = [t for t in self.storages.get(storage_of(tensor), ()) if t is not tensor]
         self.bind(tensor, node)
         for other in others:
             if (old := self.nodes.get(id(other))) is not None:
@@ -220,28 +258,32 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if id(tensor) not in self.nodes:
                 self.alive.append(tensor)
-                self.storages.setdefault(_storage(tensor), []).append(tensor)
+                self.storages.setdefault(storage_of(tensor), []).append(tensor)
             self.nodes[id(tensor)] = node
             node.meta.setdefault("val", tensor)
             node.meta["grad"] = tensor.requires_grad
             node.meta["shape"] = tuple(tensor.shape)
             if self.values and tensor.device.type != "meta":
+                self.below.covered += 1
                 node.meta["value"] = tensor.detach().clone()
+                self.below.covered -= 1
 
     def node_for(self, tensor: torch.Tensor) -> fx.Node:
-        """The node of ``tensor``; one seen for the first time is a parameter, a buffer or a constant."""
+        """The node of ``tensor``; one not recorded yet is a parameter, a buffer, computed unseen, or a constant."""
         node = self.nodes.get(id(tensor))
         if node is None:
             name = self.names.get(id(tensor))
             if name is not None:
                 node = self.parameters[name] = self.graph.create_node("get_attr", name)
                 node.meta.update(op="parameter", call=None)
+            elif sources := self.below.of(tensor):
+                node = self.below.node(tensor, sources)
             else:
                 node = self.graph.create_node("placeholder", f"constant_{len(self.alive)}")
                 node.meta.update(op="constant", call=self.stack[-1] if self.stack else None)
             self.bind(tensor, node)
         elif tensor.requires_grad and not node.meta["grad"]:
-            mark_differentiable(node)  # the result of a custom autograd function, whose body ran without grad
+            mark_differentiable(node)  # what activation checkpointing returns: it ran without grad
         return node
 
     def map(self, tree: Any) -> Any:
@@ -321,63 +363,3 @@ def mark_differentiable(node: fx.Node) -> None:
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return -id(tensor)
-
-
-def _runs_in(function: Any) -> bool:
-    """Whether a call of ``function`` is on the stack, a few frames up."""
-    frame: types.FrameType | None = sys._getframe(1)
-    for _ in range(8):
-        if frame is None:
-            return False
-        if frame.f_code is function.__code__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-@contextmanager
-def descending_into_functionals() -> Iterator[None]:
-    """Record what Python-level functionals do inside, instead of the functional as one op.
-
-    They ask ``has_torch_function`` first and hand themselves over whole when a mode is active; for the duration
-    that question is answered no.  Builtins do not ask in Python and are recorded as ever.
-    """
-    names = [
-        n for n in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic") if hasattr(F, n)
-    ]
-    saved = {n: getattr(F, n) for n in names}
-    for n in names:
-        setattr(F, n, _no)
-    try:
-        yield
-    finally:
-        for n, function in saved.items():
-            setattr(F, n, function)
-
-
-def _no(*args: Any) -> bool:
-    return False
-
-
-def _forward_failed(module: nn.Module, error: Exception) -> SourceError:
-    """Name the deepest line that belongs to neither torch nor this package."""
-    where = ""
-    tb: types.TracebackType | None = error.__traceback__
-    while tb is not None:
-        code = tb.tb_frame.f_code
-        package = tb.tb_frame.f_globals.get("__name__", "").split(".")[0]
-        if package not in ("torch", "tpconvert", "contextlib"):
-            where = f"{code.co_filename}:{tb.tb_lineno} in {code.co_name}: "
-        tb = tb.tb_next
-    text = " ".join(str(error).split()) or "no message"
-    return SourceError(
-        f"{type(module).__name__}'s forward failed while tracing: {where}{type(error).__name__}: {text}",
-        hint="Check the example inputs.",
-    )

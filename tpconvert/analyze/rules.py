@@ -53,9 +53,10 @@ def read_rules(path: Path) -> dict[str, Rule]:
         raise RuleError(f"{path}: {error.strerror or error}.") from None
     except tomllib.TOMLDecodeError as error:
         raise RuleError(f"{path} is not TOML: {error}.") from None
-    if unknown := set(data) - {"op", "pointwise", "pattern"}:
+    if unknown := set(data) - {"op", "pointwise", "function", "pattern"}:
         raise RuleError(
-            f"{path}: unknown table {sorted(unknown)[0]!r}.", hint="Use [[op]], [[pointwise]] or [[pattern]]."
+            f"{path}: unknown table {sorted(unknown)[0]!r}.",
+            hint="Use [[op]], [[pointwise]], [[function]] or [[pattern]].",
         )
     out: dict[str, Rule] = {}
     for entry in data.get("pointwise", ()):
@@ -68,6 +69,10 @@ def read_rules(path: Path) -> dict[str, Rule]:
             unless=frozenset(entry.get("unless", "").split()),
             origin=path.name,
         )
+        out.update(dict.fromkeys(entry["names"].split(), rule))
+    for entry in data.get("function", ()):
+        _check(path, entry, {"names"})
+        rule = Rule(lambda ax, node, bound: ax.opaque(node, "it is seen through"), through=True, origin=path.name)
         out.update(dict.fromkeys(entry["names"].split(), rule))
     for entry in data.get("op", ()):
         _check(path, entry, {"names", "dims", "rule", "args", "linear", "joint", "added", "unless", "whole"})

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tpconvert.analyze.entering import Alias
 from tpconvert.analyze.trees import map_tensors, tensors_below
 
 LIMIT = 300_000
@@ -86,6 +87,7 @@ class Shadow:
         if id(tensor) not in self.metas:
             with torch._C.DisableTorchFunction():
                 meta = tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+                meta = meta if tensor.is_leaf else Alias.apply(meta)  # which may be written into
             self.metas[id(tensor)] = meta
             self.alive += [tensor, meta]
             if tensor.numel() <= LIMIT:

@@ -63,6 +63,8 @@ class Trace:
     """Values that Python read: they must be whole."""
     by_data: set[fx.Node]
     """Values whose shape hangs on other values."""
+    rules: Any = None
+    """The op rules it was captured with, by name."""
 
     @property
     def nodes(self) -> list[fx.Node]:

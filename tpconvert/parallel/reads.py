@@ -33,9 +33,10 @@ class Read:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The value to compute with."""
-        if self.mesh.dry:  # another object, so that a proof can tell it from the tensor itself
-            with torch._C.DisableTorchFunction():
-                return tensor.view_as(tensor)
+        if self.mesh.dry:  # another tensor that no mode sees being made, so that a proof can tell it from this one
+            keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+            with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(keys):
+                return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         if self.sum_grad:
             tensor = copy(tensor, self.mesh) if self.parts is None else copy_shared(tensor, self.parts, self.mesh)
         return once(tensor, self.mesh) if self.once else tensor

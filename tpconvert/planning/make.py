@@ -72,9 +72,9 @@ class Planning:
         self.module, self.inputs, self.tp, self.source = light(module), inputs, tp, source
         module = self.module
         self.pinned = pinned_names(module, overrides)
-        self.trace = captured(module, inputs)
+        self.trace = captured(module, inputs, load_rules(rules))
         self.rules = rules
-        self.ax = Axes(self.trace, load_rules(rules))
+        self.ax = Axes(self.trace, self.trace.rules)
         self.classifier = Classifier(self.ax, load_patterns(rules))
         self.training = Training(module, inputs, self.trace)
         self.rewritten: dict[str, str] = {}
@@ -171,11 +171,11 @@ def light(module: nn.Module) -> nn.Module:
     return copied(module, memo)
 
 
-def captured(module: nn.Module, inputs: Inputs) -> Trace:
+def captured(module: nn.Module, inputs: Inputs, rules: Any = None) -> Trace:
     """The trace of a copy of a module, since forwards may change what they belong to; with shadow values on meta."""
     module = copied(module)
     with eval_mode(module):
-        return capture(module, inputs, shadow=Shadow() if needs_shadow(module) else None)
+        return capture(module, inputs, shadow=Shadow() if needs_shadow(module) else None, rules=rules)
 
 
 class eval_mode:

@@ -65,7 +65,8 @@ def _prove_rank(
         return [Fault(error.module, error.message)]
     try:
         with eval_mode(local, training):
-            found = capture(local, inputs, shadow=Shadow() if needs_shadow(local) else None)
+            shadow = Shadow() if needs_shadow(local) else None
+            found = capture(local, inputs, shadow=shadow, rules=trace.rules)
     except SourceError as error:
         return [Fault(getattr(error, "module", ""), f"its forward fails on rank {rank}: {error.message}")]
     shapes = _compare(trace, found, local, choice, {r.module for r in plan.rewrites}, rank)

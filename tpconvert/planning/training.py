@@ -91,7 +91,8 @@ class Training:
         module, inputs = (module, self.inputs) if dtype is None else (module.to(dtype), floats_as(self.inputs, dtype))
         try:
             with eval_mode(module, training=True):
-                other = capture(module, inputs, shadow=Shadow() if needs_shadow(module) else None)
+                shadow = Shadow() if needs_shadow(module) else None
+                other = capture(module, inputs, shadow=shadow, rules=self.trace.rules)
         except SourceError as error:
             self.failure = error.message if dtype is None else self.failure
             return {}

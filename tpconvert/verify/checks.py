@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpconvert.analyze.copies import copied
+from tpconvert.analyze.entering import Entered
 from tpconvert.analyze.trees import map_tensors
+from tpconvert.analyze.unseen import transforming
 from tpconvert.checkpoint.pieces import gather_pieces, take_pieces
 from tpconvert.errors import NotRunError, TPConvertError, VerifyError
 from tpconvert.parallel import Mesh, clip_grad_norm_, parallelize
 from tpconvert.parallel.collectives import summed
 from tpconvert.source.blame import told, users_line
 from tpconvert.spec.plan import Plan
-from tpconvert.verify.modes import Exact, Widened, loss_of, perturb, tensors_of
+from tpconvert.verify.modes import Exact, Widened, call, loss_of, perturb, takes_gradients, tensors_of
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
 from tpconvert.verify.sizes import other_size
 from tpconvert.verify.values import UNEQUAL, form, largest, relative
@@ -97,11 +99,12 @@ class _Pair:
         self.notes: list[str] = []
         self.parted = ""
         self.drops = False
+        self.takes_gradients = takes_gradients(whole, inputs, self.dtype)
 
     def add(self, kind: str, name: str, error: float, mode: str, bound: float | None = None) -> None:
         self.checks.append(Check(kind, name, error, self.bound if bound is None else bound, mode))
 
-    def run(self, module: nn.Module) -> Any:
+    def run(self, module: nn.Module, inputs: Any = None) -> Any:
         """What a model returns; a converted one that fails where the whole one runs is not equal to it.
 
         Both draw the same random numbers, for those draws that no mode leaves out (an LSTM's own dropout).
@@ -111,7 +114,7 @@ class _Pair:
                 torch.manual_seed(SEED)
                 random.seed(SEED)
                 numpy.random.seed(SEED)  # some models draw their masks there
-                return call(module, self.inputs)
+                return call(module, self.inputs if inputs is None else inputs)
         except TPConvertError:
             raise
         except Exception as error:
@@ -171,11 +174,12 @@ class _Pair:
         """Outputs, loss and gradients in one mode, without dropout; but its rates must be the same."""
         runs = []
         records: list[Record] = [{}, {}]
-        for module, record in zip((self.whole, self.local), records, strict=True):
+        entered = [Entered(self.inputs, self.takes_gradients) for _ in records]
+        for module, record, given in zip((self.whole, self.local), records, entered, strict=True):
             module.train(mode == "train")
             module.zero_grad(set_to_none=True)
             with Exact(self.dtype) as running, _Recording(module, record):
-                output = self.run(module)
+                output = self.run(module, given.tree)
                 runs.append((output, self.loss(module, output), running.rates))
         (whole, whole_loss, rates), (local, local_loss, local_rates) = runs
         self.outputs(whole, local, mode)
@@ -188,6 +192,7 @@ class _Pair:
             whole_loss.backward()
             local_loss.backward()
         self.gradients(mode)
+        self.input_gradients(mode, *entered)
 
     def loss(self, module: nn.Module, output: Any) -> Tensor:
         """A number in which every output counts."""
@@ -223,6 +228,14 @@ class _Pair:
             self.add("gradient", name, self.worst(name, parts, _grad(whole[name]), floor), mode)
             if _grad(whole[name]).isnan().any():
                 self.note(f"The whole model itself gives a gradient that is not a number ({name}).")
+
+    def input_gradients(self, mode: str, whole: Entered, local: Entered) -> None:
+        """The gradient of every floating input, which is the model's part of a larger one's; whole on every rank."""
+        floor = self.floor * max((largest(_grad(p)) for p in self.whole.parameters()), default=0.0)
+        for (name, mine), (_, theirs) in zip(tensors_of(whole.tree), tensors_of(local.tree), strict=True):
+            if (leaf := whole.given.get(id(mine))) is not None:
+                want, have = _grad(leaf), _grad(local.given[id(theirs)])
+                self.add("gradient", f"input {name}", self.over_ranks(relative(have, want, floor)), mode)
 
     def run_steps(self) -> None:
         """Two steps of SGD with clipping: a wrong gradient scale or norm shows in the parameters."""
@@ -331,6 +344,8 @@ class _Recording:
     def __enter__(self) -> None:
         def hook(path: str) -> Any:
             def keep(module: nn.Module, args: Any, output: Any) -> None:
+                if transforming():
+                    return  # tensors of torch.vmap cannot leave it
                 for slot, tensor in tensors_of(output):
                     if tensor.is_floating_point():
                         self.record.setdefault((path, slot), tensor.detach().clone())
@@ -346,11 +361,6 @@ class _Recording:
     def __exit__(self, *error: object) -> None:
         for handle in self.handles:
             handle.remove()
-
-
-def call(module: nn.Module, inputs: Any) -> Any:
-    """Call with keyword or positional inputs."""
-    return module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
 
 
 def _named(source: Any) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tpconvert.analyze.capture import descending_into_functionals
+from tpconvert.analyze.entering import Entered
 from tpconvert.analyze.trees import tensor_slots
 
 DROPOUTS = frozenset(
@@ -154,3 +155,23 @@ def loss_of(output: Any) -> Tensor | None:
         part = (finite * weight).sum() / max(tensor.numel(), 1) ** 0.5
         total = part if total is None else total + part
     return total
+
+
+def call(module: nn.Module, inputs: Any) -> Any:
+    """Call with keyword or positional inputs."""
+    return module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+
+
+def takes_gradients(module: nn.Module, inputs: Any, dtype: torch.dtype) -> bool:
+    """Whether a model runs on inputs that have a gradient; a forward may do to them what cannot be differentiated."""
+    buffers = {n: b.clone() for n, b in module.named_buffers()}
+    try:
+        with Exact(dtype), torch.random.fork_rng(devices=[]):
+            call(module, Entered(inputs).tree)
+    except Exception:  # whatever a forward raises
+        return False
+    finally:
+        with torch.no_grad():
+            for n, b in module.named_buffers():
+                b.copy_(buffers[n])
+    return True

@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from tpconvert.analyze.capture import capture
+from tpconvert.analyze.rules import load_rules
 from tpconvert.checkpoint import load_rank, read_manifest
 from tpconvert.checkpoint.pieces import same_bytes, take_pieces
 from tpconvert.errors import NotRunError, TPConvertError, VerifyError
@@ -147,7 +148,7 @@ def emulate_module(
     perturb(module, seed)
     tolerance, inputs = precision(module, inputs)
     with eval_mode(module), Exact(dtype_of(tolerance)):
-        trace = capture(module, inputs, values=True)
+        trace = capture(module, inputs, values=True, rules=load_rules([Path(r) for r in rules]))
         found = reproduce(trace, plan, [Path(r) for r in rules])
         emulation = found.emulate()
         checks = compare_asked(module, inputs, trace, found, plan)
