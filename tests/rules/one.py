@@ -14,11 +14,13 @@ from tpconvert.analyze.capture import capture
 from tpconvert.analyze.dealing import Deal
 from tpconvert.analyze.emulate import Lockstep
 from tpconvert.analyze.flow import ConflictError, Flow, trace_flow
-from tpconvert.analyze.randoms import DRAWS, DROPS
 from tpconvert.analyze.rules import Rules, load_rules
 from tpconvert.analyze.terms import Term, leaves
 
-RANDOM = (DRAWS | frozenset(["rand", "randn", "randint", "randperm", "empty_like"])) - DROPS
+RANDOM = frozenset(
+    ["rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "multinomial"]
+    + ["rand", "randn", "randint", "randperm", "empty_like"]
+)
 TERMS = 5
 
 

@@ -78,18 +78,16 @@ class Planner:
                     atoms, f"{path or 'the model'}: {why}, and its forward cannot be written anew: {error}"
                 )
         edits = [e for e in edits if e.module not in wanted]
-        drawn, mixed = switches(self.flow, training)
-        for path in mixed:
-            forbidden |= dict.fromkeys(
-                self.atoms_inside(path), f"{path}: its forward drops entries of whole and of cut values"
-            )
+        random = switches(self.flow, training)
+        for path, why in random.refused.items():
+            forbidden |= dict.fromkeys(self.atoms_inside(path) or self.chosen, f"{path or 'the model'}: {why}")
         plan = Plan(
             tp=self.tp,
             verdicts=tuple(self.verdicts()),
             boundaries=tuple(self.boundaries()),
             edits=tuple(edits),
             rewrites=tuple(rewrites),
-            switches=tuple(drawn),
+            switches=tuple(random.switches),
             axes=tuple(self.axes()),
             notes=tuple(self.ax.trace.notes),
         )

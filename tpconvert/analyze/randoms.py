@@ -1,4 +1,4 @@
-"""Where random numbers must differ between ranks: dropout of a cut value, and nowhere else.
+"""Where random numbers must differ between ranks: dropout and other draws for a cut value, and nowhere else.
 
 A module whose own forward drops entries of cut values alone draws cut numbers from its input to its output.  One that
 drops entries of both kinds is switched at its children's boundaries, between one drop and the next; where no child
@@ -9,27 +9,47 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from tpconvert.analyze.capture import Call
 from tpconvert.analyze.flow import Flow
+from tpconvert.analyze.terms import leaves
 from tpconvert.spec.plan import Switch
 
-DROPS = frozenset(["dropout", "dropout_", "alpha_dropout", "feature_dropout", "native_dropout", "rrelu"])
-DRAWS = frozenset(
-    ["rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "multinomial"]
-)
+DROPS = {
+    "dropout": 2,
+    "alpha_dropout": 2,
+    "feature_dropout": 2,
+    "feature_alpha_dropout": 2,
+    "native_dropout": 2,
+    "rrelu": 3,
+}
+"""Ops that draw while a flag is set -> the place of the flag; they are recorded with it and without."""
 
 
-def switches(flow: Flow, training: Any) -> tuple[list[Switch], list[str]]:
-    """``(switches, modules that draw for whole and for cut values with nothing between)``."""
+class Random:
+    """What :func:`switches` finds."""
+
+    def __init__(self) -> None:
+        self.switches: dict[Switch, None] = {}
+        self.refused: dict[str, str] = {}
+        """Module -> why its draws cannot be told apart."""
+
+
+def switches(flow: Flow, training: Any) -> Random:
+    """The switches, and the modules that need some where none can be."""
+    out = Random()
     drawn = _draws(flow, training)
     scopes = {c for c, draws in drawn.items() if all(cut for _, cut in draws)}
-    out: dict[Switch, None] = {}
-    refused: list[str] = []
+    always = any(cut and _in_evaluation(node) for draws in drawn.values() for node, cut in draws)
     for call, draws in drawn.items():
+        if any(cut and node.kwargs.get("generator") is not None for node, cut in draws):
+            out.refused[call.module] = "it draws numbers for cut values from a generator of its own"
+            continue
         inside = any(call.inside(s) for s in scopes if s is not call)
         if call in scopes:
             made: list[Switch] | None = _scope(call, True)
@@ -37,11 +57,22 @@ def switches(flow: Flow, training: Any) -> tuple[list[Switch], list[str]]:
             made = _scope(call, False) if inside else []
         else:
             made = None if inside else _between(flow, call, draws)
-        if made is None or any(Switch(s.module, s.side, not s.cut) in out for s in made):
-            refused.append(call.module)
+        made = None if made is None else [replace(s, always=always) for s in made]
+        if made is None or any(replace(s, cut=not s.cut) in out.switches for s in made):
+            out.refused[call.module] = "its forward draws numbers for whole and for cut values"
         else:
-            out |= dict.fromkeys(made)
-    return list(out), refused
+            out.switches |= dict.fromkeys(made)
+    return out
+
+
+def is_random(op: str) -> bool:
+    """Whether torch says that an op draws numbers, under its own name or that of its in-place form."""
+    for name in (op, op.rstrip("_")):
+        packet = getattr(torch.ops.aten, name, None)
+        names = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+        if any(torch.Tag.nondeterministic_seeded in getattr(packet, n).tags for n in names):
+            return True
+    return op.rstrip("_") in DROPS
 
 
 def _draws(flow: Flow, training: Any) -> dict[Call, list[tuple[fx.Node, bool]]]:
@@ -53,7 +84,7 @@ def _draws(flow: Flow, training: Any) -> dict[Call, list[tuple[fx.Node, bool]]]:
     drawn: dict[Call, list[tuple[fx.Node, bool]]] = defaultdict(list)
     kinds: dict[str, set[bool]] = defaultdict(set)
     for node in random_nodes(flow, training):
-        is_cut = node in flow.cut or any(n in flow.cut for n in node.all_input_nodes)
+        is_cut = _draws_cut(flow, node)
         drawn[node.meta["call"]].append((node, is_cut))
         kinds[node.meta["call"].module].add(is_cut)
     out: dict[Call, list[tuple[fx.Node, bool]]] = defaultdict(list)
@@ -86,6 +117,13 @@ def _between(flow: Flow, call: Call, draws: list[tuple[fx.Node, bool]]) -> list[
     return out
 
 
+def _draws_cut(flow: Flow, node: fx.Node) -> bool:
+    """Whether the numbers that an op draws are for parts; one mask for all of a channel is for the channels."""
+    if node.meta["op"].startswith("feature_"):
+        return any(leaves(t) & flow.cut_atoms for t in flow.ax.of(node)[:2])
+    return node in flow.cut or any(n in flow.cut for n in node.all_input_nodes)
+
+
 def random_nodes(flow: Flow, training: Any) -> Iterable[fx.Node]:
     """The ops that draw random numbers in training."""
     number: dict[Call, int] = {}
@@ -95,15 +133,28 @@ def random_nodes(flow: Flow, training: Any) -> Iterable[fx.Node]:
             continue
         own = number[call] = number.get(call, -1) + 1
         op = node.meta["op"]
-        if op in DROPS:
+        if op == "scaled_dot_product_attention":
+            differs = training.get(call.module)
+            if _rate(node) or (own, (1, "dropout_p")) in differs or (own, (0, 4)) in differs:
+                yield node
+        elif op.rstrip("_") in DROPS:
             if flow.ax.bound.get(node, {}).get("p", _argument(node, 1, "p")) != 0.0:
                 yield node
-        elif op in DRAWS:
+        elif is_random(op):
             yield node
-        elif op == "scaled_dot_product_attention":
-            differs = training.get(call.module)
-            if _argument(node, 4, "dropout_p") or (own, (1, "dropout_p")) in differs or (own, (0, 4)) in differs:
-                yield node
+
+
+def _in_evaluation(node: fx.Node) -> bool:
+    """Whether an op drew when it was recorded, which is in evaluation."""
+    op = node.meta["op"]
+    if op == "scaled_dot_product_attention":
+        return bool(_rate(node))
+    at = DROPS.get(op.rstrip("_"))
+    return at is None or bool(_argument(node, at, "train" if "train" in node.kwargs else "training"))
+
+
+def _rate(node: fx.Node) -> Any:
+    return _argument(node, 4, "dropout_p")
 
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:

@@ -9,7 +9,9 @@ taken from it, and until the region ends the default generator runs on from that
 So ranks that draw unequally many numbers (uneven parts) stay together, and the cut numbers are a function of the
 whole state: activation checkpointing, which saves and restores that, gets both back.
 
-Code being compiled makes no switches: there, cut regions draw the same numbers on each rank.
+Streams are changed while any part of the model is in training mode, dropout alone say; where a forward draws cut
+numbers in evaluation too, always.  Code being compiled makes no switches: there, cut regions draw the same numbers on
+each rank.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ class Streams:
     whole: dict[torch.device, Tensor] = field(default_factory=dict)
     outer: list[bool] = field(default_factory=list)
     """Whether numbers were cut around each module that is running."""
+    on: bool = False
+    """Whether the root's last forward changed streams."""
 
     @property
     def cut(self) -> bool:
@@ -84,8 +88,8 @@ class Turn:
     cut: bool
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        """Change streams, in training only."""
-        if module.training:
+        """Change streams."""
+        if module.training or self.mesh.streams.on:
             turn(self.mesh, self.cut)
 
 
@@ -98,13 +102,14 @@ class Within:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Change streams and remember the one around."""
-        if module.training and not torch.compiler.is_compiling():
+        if (module.training or self.mesh.streams.on) and not torch.compiler.is_compiling():
             self.mesh.streams.outer.append(self.mesh.streams.cut)
             turn(self.mesh, self.cut)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Return to the stream around."""
-        if module.training and not torch.compiler.is_compiling() and self.mesh.streams.outer:
+        on = module.training or self.mesh.streams.on
+        if on and not torch.compiler.is_compiling() and self.mesh.streams.outer:
             turn(self.mesh, self.mesh.streams.outer.pop())
 
 
@@ -113,10 +118,12 @@ class Frame:
     """Hooks of the root: a forward begins and ends whole, also after one that failed in a cut region."""
 
     mesh: Mesh
+    always: bool
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         """Return to the whole stream."""
         if not torch.compiler.is_compiling():
+            self.mesh.streams.on = self.always or any(m.training for m in module.modules())
             self.mesh.streams.outer.clear()
             turn(self.mesh, False)
 
@@ -124,6 +131,7 @@ class Frame:
 def add_switches(root: nn.Module, switches: Iterable[Switch], mesh: Mesh) -> None:
     """Hook each switch to its module: first of the input hooks, last of the output hooks."""
     of_module: dict[str, dict[str, bool]] = {}
+    switches = list(switches)
     for switch in switches:
         of_module.setdefault(switch.module, {})[switch.side] = switch.cut
     for path, sides in of_module.items():
@@ -138,8 +146,9 @@ def add_switches(root: nn.Module, switches: Iterable[Switch], mesh: Mesh) -> Non
         if "output" in sides:
             module.register_forward_hook(Turn(mesh, sides["output"]))
     if of_module:
-        root.register_forward_pre_hook(Frame(mesh), prepend=True)
-        root.register_forward_hook(Frame(mesh))
+        frame = Frame(mesh, any(s.always for s in switches))
+        root.register_forward_pre_hook(frame, prepend=True)
+        root.register_forward_hook(frame)
 
 
 def seed_ranks(seed: int, mesh: Mesh) -> None:

@@ -69,11 +69,13 @@ def hold(plan: Plan, trace: Trace, other: Trace, rules: Sequence[Path] = ()) -> 
             axes |= {its.get(getattr(want[x], "axis", ""), "") for x in want.keys() - have.keys()}
             raise NotHeldError(f"{item.module}: only one of them needs {_what(item)}.", axes - {""})
     new = also - called
+    drawn = [replace(s, always=False) for s in found.switches]  # as recorded: in training
+    known = {replace(s, always=False) for s in plan.switches}
     merged = replace(
         plan,
         boundaries=plan.boundaries + tuple(b for b in found.boundaries if b.module in new),
         edits=plan.edits + tuple(e for e in found.edits if e.module in new),
-        switches=tuple(dict.fromkeys((*plan.switches, *found.switches))),
+        switches=tuple(dict.fromkeys((*plan.switches, *(s for s in drawn if s not in known)))),
     )
     return Held(merged, choice)
 

@@ -122,6 +122,8 @@ class Switch:
     module: str
     side: Side
     cut: bool
+    always: bool = False
+    """Also in a forward no part of which is in training mode."""
 
 
 @dataclass(frozen=True, slots=True)
