@@ -18,8 +18,21 @@ from tpconvert.analyze.rules import Rules, load_rules
 from tpconvert.analyze.terms import Term, leaves
 
 RANDOM = frozenset(
-    ["rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "multinomial"]
-    + ["rand", "randn", "randint", "randperm", "empty_like"]
+    [
+        "rand_like",
+        "randn_like",
+        "bernoulli",
+        "bernoulli_",
+        "normal_",
+        "uniform_",
+        "exponential_",
+        "multinomial",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "empty_like",
+    ]
 )
 TERMS = 5
 
