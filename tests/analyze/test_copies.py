@@ -57,6 +57,16 @@ def test_a_view_of_a_parameter_is_one_of_the_copys():
     assert not made.turned.any() and module.turned.any()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_script_module_has_parameters_of_its_own():
+    module = Holds(part=torch.jit.script(nn.Linear(4, 2)))
+    module.part.bias.requires_grad_(False)
+    made = copied(module)
+    made.part(made.linear(torch.ones(2, 3))).sum().backward()
+    assert made.part.weight.is_leaf and made.part.weight.grad is not None and made.part.bias.grad is None
+    assert all(p.grad is None for p in module.parameters())
+
+
 def test_parameters_can_be_given():
     module = Holds()
     other = nn.Parameter(torch.zeros(4, 3))

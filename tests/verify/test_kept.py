@@ -97,10 +97,10 @@ def old(norm):
 
 
 def scripted():
-    """A compiled part."""
+    """A compiled part, with parameters whose gradients come from a cut part."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.script(nn.Tanh())
+        return torch.jit.script(nn.Linear(WIDTH, WIDTH))
 
 
 V, G = "parametrizations.weight.original1", "parametrizations.weight.original0"
@@ -125,7 +125,7 @@ MODELS = {  # name -> (what builds it, parameters that are cut, parameters that 
         {"down.parametrizations.weight.original"},
     ),
     "tied by a parametrization": (Tied, {"words.weight", "mlp.up.weight"}, set()),
-    "a compiled part": (lambda: Around(scripted), {"mlp.up.weight"}, set()),
+    "a compiled part": (lambda: Around(scripted), {"mlp.up.weight"}, {"part.weight"}),
     "a part in bfloat16": (
         lambda: Around(lambda: Mlp().bfloat16(), lambda x: x.bfloat16(), lambda y: y.float()),
         {"part.up.weight", "mlp.up.weight"},

@@ -24,9 +24,9 @@ def copied(module: nn.Module, parameters: Mapping[int, nn.Parameter] | None = No
     shared: dict[int, Any] = {}
     while True:
         try:
-            with _WithoutHistory():
+            with torch.no_grad(), _WithoutHistory():
                 made = copy.deepcopy(module, {**(parameters or {}), **shared})
-            return _with_hooks(made, module)
+            return _trained_alike(made, module)
         except Exception as error:  # whatever the parts of a module raise
             culprit = _refusing(error)
             if isinstance(culprit, nn.Module | Tensor) or id(culprit) in shared:
@@ -37,8 +37,14 @@ def copied(module: nn.Module, parameters: Mapping[int, nn.Parameter] | None = No
             shared[id(culprit)] = culprit
 
 
-def _with_hooks(made: nn.Module, module: nn.Module) -> nn.Module:
+def _trained_alike(made: nn.Module, module: nn.Module) -> nn.Module:
+    """The copy with what torch does not copy: hooks on gradients, and that a script module's parameters need any.
+
+    Those are cloned, and with grad mode on they would be results of the module's own.
+    """
     for new, old in zip(made.parameters(), module.parameters(), strict=True):
+        if new.requires_grad is not old.requires_grad:
+            new.requires_grad_(old.requires_grad)
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             if new is not old and getattr(old, hooks) is not None:
                 setattr(new, hooks, getattr(old, hooks))
