@@ -230,7 +230,12 @@ STYLES: dict[str, tuple[type[nn.Module], int, set[str], dict[str, str]]] = {
         {"inner.up.weight": "functions do not show"},
     ),
     "products": (Products, WIDTH, {"qkv", "out"}, {}),
-    "head list": (HeadList, WIDTH, {"mlp.up.weight", "mlp.down.weight"}, {"heads.0.v.weight": "it would send more than it saves"}),
+    "head list": (
+        HeadList,
+        WIDTH,
+        {"mlp.up.weight", "mlp.down.weight"},
+        {"heads.0.v.weight": "it would send more than it saves"},
+    ),
     "gated": (Gated, WIDTH, {f"{n}.weight" for n in ("a", "b", "c", "d", "gate", "value", "e")}, {}),
     "conv attention": (
         ConvAttention,
