@@ -94,6 +94,8 @@ def _candidates(ax: Axes, tp: int, rejected: dict[Term, str]) -> list[Candidate]
             continue
         weights = {name for name, _ in carriers if ax.trace.parameters[name].meta["grad"]}
         if not any(len(ax.trace.parameters[n].meta["shape"]) > 1 for n in weights):
+            if any(len(ax.trace.parameters[n].meta["shape"]) > 1 for n, _ in carriers) and not ax.blocked.get(atom):
+                rejected[atom] = "the matrices that carry it take no gradient (buffers, quantized weights)"
             continue
         if ax.blocked.get(atom):
             continue

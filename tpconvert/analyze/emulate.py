@@ -22,6 +22,7 @@ from tpconvert.analyze.flow import Flow, Placed
 from tpconvert.analyze.forward import root_parameter
 from tpconvert.analyze.lockstep import copy, copy_shared, gather, reduce, scatter, zero_forward
 from tpconvert.analyze.terms import leaves
+from tpconvert.analyze.trees import Held
 
 
 @dataclass(slots=True)
@@ -151,7 +152,10 @@ class Lockstep:
         def value(n: fx.Node) -> Any:
             return self.seen.get((n, node), self.env[n])[rank]
 
-        args, kwargs = fx.node.map_arg(args, value), fx.node.map_arg(kwargs, value)
+        def given(x: Any) -> Any:
+            return value(x) if isinstance(x, fx.Node) else x.held if isinstance(x, Held) else x
+
+        args, kwargs = fx.node.map_aggregate(args, given), fx.node.map_aggregate(kwargs, given)
         if node in self.ax.lookups and node.args[0] in self.flow.cut and node in self.flow.partial:
             rows = self.deal.index(self.ax.of(node.args[0])[0], rank)  # type: ignore[arg-type]
             return masked_lookup(args[0], args[1], rows, node)

@@ -17,7 +17,7 @@ from tpconvert.analyze.provenance import Expression, Formulas, Int, dims_read
 from tpconvert.analyze.running import descending_into_functionals, forward_failed, runs_in
 from tpconvert.analyze.shadow import QUESTIONS
 from tpconvert.analyze.trace import Call
-from tpconvert.analyze.trees import constant_slots, is_plain, tensor_slots, tensors_in
+from tpconvert.analyze.trees import Held, constant_slots, is_plain, tensor_slots, tensors_in
 from tpconvert.analyze.unseen import Below, storage_of, transforming
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
@@ -306,7 +306,7 @@ class Recorder(TorchFunctionMode):
             return tree
         if tree is None or tree is ...:
             return tree
-        return f"<{type(tree).__name__}>"
+        return Held(tree)
 
     def slots(self, tree: Any, prefix: str = "") -> Iterator[tuple[str, fx.Node]]:
         """``(slot, node)`` of each tensor in ``tree``."""

@@ -95,3 +95,15 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """The tensors of :func:`tensor_slots`, without their slots."""
     for _, tensor in tensor_slots(tree):
         yield tensor
+
+
+class Held(str):
+    """An argument that no graph can hold (a generator, packed weights), by the name of its type: ``<Generator>``."""
+
+    held: Any
+
+    def __new__(cls, value: Any) -> Held:
+        """The name of the type of ``value``, which is kept in ``held``."""
+        self = super().__new__(cls, f"<{type(value).__name__}>")
+        self.held = value
+        return self
