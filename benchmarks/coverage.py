@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("types", nargs="*")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "coverage.jsonl")
     parser.add_argument("--ranks", action="store_true", help="also compare on real gloo ranks")
+    parser.add_argument("--tp", type=int, nargs="*", default=[], help="degrees beside 2 that are emulated")
     parser.add_argument("--again", action="store_true", help="measure the named types even if FILE holds them")
     given = parser.parse_intermixed_args()
     if given.do == "render":
@@ -43,10 +44,10 @@ def main() -> None:
 
         render(given.out, ROOT / "docs")
     else:
-        run(given.types, given.out, ranks=given.ranks, again=given.again)
+        run(given.types, given.out, ranks=given.ranks, again=given.again, degrees=tuple(given.tp))
 
 
-def run(types: list[str], out: Path, *, ranks: bool, again: bool) -> None:
+def run(types: list[str], out: Path, *, ranks: bool, again: bool, degrees: tuple[int, ...] = ()) -> None:
     """Append a line to ``out`` for every type that it does not hold."""
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     warnings.filterwarnings("ignore")
@@ -69,7 +70,7 @@ def run(types: list[str], out: Path, *, ranks: bool, again: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="coverage-") as scratch:
         keep = Path(scratch) / "model.pt" if pool else None
         for i, name in enumerate(todo):
-            found = apart(name, keep)
+            found = apart(name, keep, degrees)
             if pool and keep and found.get("outcome") in ("equal", "not equal") and keep.exists():
                 found["ranks"] = on_ranks(pool, keep)
             found |= versions | {"date": time.strftime("%Y-%m-%d")}
@@ -88,7 +89,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return list({line["type"]: line for line in found}.values())
 
 
-def apart(name: str, keep: Path | None) -> dict[str, Any]:
+def apart(name: str, keep: Path | None, degrees: tuple[int, ...] = ()) -> dict[str, Any]:
     """What a process of its own finds of a type, in bounded time and memory."""
     if keep:
         keep.unlink(missing_ok=True)
@@ -97,7 +98,7 @@ def apart(name: str, keep: Path | None) -> dict[str, Any]:
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _child(name, writing, keep)
+        _child(name, writing, keep, degrees)
     os.close(writing)
     text, late = _read(reading, start + PATIENCE * SECONDS)
     os.close(reading)
@@ -132,7 +133,7 @@ def _whole_lines(parts: list[bytes]) -> str:
     return b"".join(parts).decode().rpartition("\n")[0]
 
 
-def _child(name: str, writing: int, keep: Path | None) -> None:
+def _child(name: str, writing: int, keep: Path | None, degrees: tuple[int, ...]) -> None:
     """Measure, and leave without the parent's clean-up."""
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
@@ -149,7 +150,7 @@ def _child(name: str, writing: int, keep: Path | None) -> None:
             os.write(writing, (json.dumps(found) + "\n").encode())
 
         try:
-            measure(name, tell, keep)
+            measure(name, tell, keep, degrees)
         except BaseException as error:
             tell(crashed(error, "measure"))
     finally:

@@ -15,20 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.zoo.mend import divisible, lessen, mend
+from benchmarks.zoo.mend import divisible, fit, lessen, mend
 from benchmarks.zoo.small import ATTEMPTS, small
 from benchmarks.zoo.types import class_names
 from tpconvert.source import Source, twin
 from tpconvert.source.frugal import frugal
 from tpconvert.source.huggingface import _from_config, quiet
-from tpconvert.source.inputs import example_inputs
+from tpconvert.source.inputs import Search
 
 MANY = 12_000_000
 """Parameters above which checking takes too long."""
 CLASSES = 4
 MENDED = 6
 """Numbers of a configuration that are supplied at most, and the rounds of it."""
-SAME = 3
+REFUSALS = 4
+"""How many refused inputs are looked at for what a configuration lacks."""
+SAME = 4
 """After so many attempts that fail alike, others are not made."""
 QUICK, SLOW = 0.6, 3.0
 """Seconds that one forward of a twin, or of a small model, may take."""
@@ -109,27 +111,45 @@ def _by_small(model_type: str, make: Any, config: Any) -> Built:
     for attempt in ATTEMPTS:
         smaller = small(config, attempt)
         divisible(smaller)
+        poorer: Built | None = None
         for _ in range(MENDED):
-            try:
-                return _at_size(make, smaller, f"small: widths / {attempt.width}, images / {attempt.image}")
-            except Exception as error:
-                errors.append(error)
-                if not (lessen(smaller, error.module) if isinstance(error, TooLargeError) else mend(smaller, error)):
-                    break
+            found, refusals = _at_size(make, smaller, f"small: widths / {attempt.width}, images / {attempt.image}")
+            poorer = found or poorer
+            if found is None:
+                errors += refusals[:1]
+            if not any(_changed(smaller, error) for error in refusals):
+                break
+        if poorer is not None:
+            return poorer
         if [str(e) for e in errors].count(str(errors[-1])) > SAME:
             break
     # The first is the one nearest to the model; the last one may only say that it is too large.
     raise errors[0]
 
 
-def _at_size(make: Any, config: Any, by: str) -> Built:
-    with quiet(), frugal():
-        on_meta = make(config)
-    count = sum(p.numel() for p in on_meta.parameters())
-    if count > 3 * MANY:
-        raise TooLargeError(f"{count / 1e6:.0f} M parameters", on_meta)
-    module = make(config).eval()
-    return _run(module, example_inputs(module, config), by, SLOW)
+def _changed(config: Any, error: Exception) -> bool:
+    return lessen(config, error.module) if isinstance(error, TooLargeError) else mend(config, error)
+
+
+def _at_size(make: Any, config: Any, by: str) -> tuple[Built | None, list[Exception]]:
+    """A module that runs, if it does; and what was said of inputs that are richer than those it runs on."""
+    try:
+        with quiet(), frugal():
+            on_meta = make(config)
+        count = sum(p.numel() for p in on_meta.parameters())
+        if count > 3 * MANY:
+            raise TooLargeError(f"{count / 1e6:.0f} M parameters", on_meta)
+        module = make(config).eval()
+        if fit(module, config):
+            module = make(config).eval()
+        search = Search(module, config)
+        inputs = search.run()
+        if len(search.refused) == search.trials:
+            return None, [error for _, error in search.refused[:REFUSALS]]
+        richer = [error for given, error in search.refused if given.keys() - inputs.keys()]
+        return _run(module, inputs, by, SLOW), richer[:REFUSALS]
+    except Exception as error:
+        return None, [error]
 
 
 def _run(module: nn.Module, inputs: dict[str, Any], by: str, seconds: float) -> Built:

@@ -6,7 +6,7 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ Tell = Callable[[dict[str, Any]], None]
 TP = 2
 
 
-def measure(model_type: str, tell: Tell, keep: Path | None = None) -> None:
+def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequence[int] = ()) -> None:
     """Tell step by step what is found; each telling adds to or replaces those before.
 
-    With ``keep``, the module, its inputs and its plan are left in that file for real ranks.
+    With ``keep``, the module, its inputs and its plan are left in that file for real ranks.  ``degrees`` are further
+    ones that are planned for and emulated.
     """
+    from benchmarks.zoo import facts
     from benchmarks.zoo.build import NotBuiltError, build
     from tpconvert.errors import TPConvertError
     from tpconvert.planning import make_plan
@@ -42,6 +44,7 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None) -> None:
         }
     )
     tell({"untouched": untouched(module, inputs)})
+    linear = facts.linear_like(module)
     start = time.monotonic()
     try:
         plan = make_plan(deepcopy(module), inputs, tp=TP)
@@ -49,13 +52,32 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None) -> None:
         return tell({"outcome": "refused", "why": f"{type(error).__name__}: {error}"})
     except Exception as error:
         return tell(crashed(error, "plan"))
-    tell(_of_plan(plan) | {"plan_s": round(time.monotonic() - start, 1), "stage": "emulate"})
+    tell(_of_plan(plan) | {"linear_cut": _share([v for v in plan.verdicts if v.name in linear and not v.tied_to])})
+    tell(facts.agreement(module, plan))
+    tell({"plan_s": round(time.monotonic() - start, 1), "stage": "emulate"})
     kept = keep is not None and _kept(module, inputs, plan, keep)
     start = time.monotonic()
     tell(_emulated(module, inputs, plan))
-    tell({"emulate_s": round(time.monotonic() - start, 1), "stage": "done"})
+    tell({"emulate_s": round(time.monotonic() - start, 1), "stage": "merge"})
+    tell({"way_back": facts.way_back(deepcopy(module), plan), "stage": "degrees"})
+    tell({"degrees": {tp: _at_degree(module, inputs, tp) for tp in degrees}, "stage": "done"})
     if keep is not None and not kept:
         tell({"ranks": _on_forked_ranks(module, inputs, plan)})
+
+
+def _at_degree(module: Any, inputs: Any, tp: int) -> dict[str, Any]:
+    """The share of matrices cut, and whether equal, at another degree."""
+    from tpconvert.errors import TPConvertError
+    from tpconvert.planning import make_plan
+
+    try:
+        plan = make_plan(deepcopy(module), inputs, tp=tp)
+    except TPConvertError as error:
+        return {"outcome": "refused", "why": f"{type(error).__name__}: {error}"}
+    except Exception as error:
+        return crashed(error, "plan")
+    found = {k: v for k, v in _of_plan(plan).items() if k in ("cut", "matrices_cut")} | _emulated(module, inputs, plan)
+    return {k: v for k, v in found.items() if k in ("cut", "matrices_cut", "outcome", "why")}
 
 
 def _kept(module: Any, inputs: Any, plan: Any, path: Path) -> bool:

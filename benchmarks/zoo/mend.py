@@ -15,6 +15,8 @@ from typing import Any
 
 from benchmarks.zoo.small import EXPERTS, LAYERS, VOCABULARY
 from tpconvert.source.documented import parts
+from tpconvert.source.inputs import Search
+from tpconvert.source.towers import KINDS
 
 FRAMES = 6
 """How many lines are looked at, the innermost first."""
@@ -36,6 +38,10 @@ def mend(config: Any, error: BaseException) -> bool:
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error)
+    if m := re.search(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]", text):
+        return _sections(config, int(m[1]), [int(n) for n in m[2].split(",")])
+    if m := re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", text):
+        return _resized(config, int(m[2]), int(m[1]))
     if m := re.search(r"'(\w+)' object has no attribute '(\w+)'", text):
         for part in parts(config):
             if type(part).__name__ == m[1]:
@@ -49,6 +55,25 @@ def mend(config: Any, error: BaseException) -> bool:
         if all(getattr(part, name, None) is None for part in parts(config)):
             text_config = config.get_text_config()
             return _set(text_config, name, guess(text_config, name))
+    return False
+
+
+def _sections(config: Any, total: int, sizes: list[int]) -> bool:
+    """Sections of the rotary dims that add up, in the proportions of those that do not."""
+    scaled = [n * total // sum(sizes) for n in sizes]
+    scaled[0] += total - sum(scaled)
+    part = next((p for p in parts(config) if isinstance(getattr(p, "rope_parameters", None), dict)), None)
+    if part is None or min(scaled) < 1:
+        return False
+    return _set(part, "rope_parameters", part.rope_parameters | {"mrope_section": scaled})
+
+
+def _resized(config: Any, had: int, wanted: int) -> bool:
+    """The first width of one value set to another; the outermost first."""
+    for part in parts(config):
+        for name, value in list(vars(part).items()):
+            if type(value) is int and value == had and re.search(r"(size|dim|d_model|channels)$", name):
+                return _set(part, name, wanted)
     return False
 
 
@@ -151,6 +176,32 @@ def lessen(config: Any, module: Any) -> bool:
             elif _integers(value) and max(value) in dims:
                 changed |= _set(part, name, type(value)(max(v // 4, 1) for v in value))
     return changed
+
+
+def fit(module: Any, config: Any) -> bool:
+    """Make the features of each tower as wide as the words that they stand beside; whether anything was changed."""
+    if not hasattr(module, "get_input_embeddings") or not any(hasattr(module, f"get_{k}_features") for k in KINDS):
+        return False
+    try:
+        wanted = getattr(module.get_input_embeddings(), "embedding_dim", 0)
+    except NotImplementedError:
+        return False
+    changed = False
+    for tower in Search(module, config).towers(module):
+        if wanted and tower.width != wanted:
+            changed |= _widened(config, tower.width, wanted)
+    return changed
+
+
+def _widened(config: Any, width: int, wanted: int) -> bool:
+    """A number that gives a tower's width, set to another: that of what it puts out, if there is one."""
+    towers = [part for part in parts(config) if part is not config and part is not config.get_text_config()]
+    for pattern in (r"^out|output|project", r"size$|dim$"):
+        for part in towers:
+            for name, value in list(vars(part).items()):
+                if type(value) is int and value == width and re.search(pattern, name):
+                    return _set(part, name, wanted)
+    return False
 
 
 def _integers(value: Any) -> bool:

@@ -14,6 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 VOCABULARY, LAYERS, EXPERTS = 512, 2, 8
+MANY_LAYERS = 16
+MAIN = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 GROUPS = {"n_group": 2, "topk_group": 1}
 
 _LAYERS = re.compile(r"(^|_)(n_?layers?|num_\w*layers?|layers|num_\w*blocks|n_blocks|depths?)$")
@@ -23,7 +25,7 @@ _CHOSEN = re.compile(r"experts_per_tok|experts_per_token|moe_k$|moe_top_?k|^top_
 _WIDTHS = re.compile(
     r"(^|_)(dim|dims|width|rank|d_model|d_ff|d_kv|n_embd|n_inner|d_inner|inner|ffn|d_head)$"
     r"|(hidden|intermediate|head|embedding|projection|attention|ffn|mlp|embed|inner|key|value|rope|nope)_?(size|dim|channels)$"
-    r"|channels$|_features$"
+    r"|channels$|_features$|groups$"
 )
 _HEAD_WIDTHS = re.compile(r"(^|_)(d_kv|d_head|head_dim|head_size|nope_dim|rope_dim|kv_channels)$")
 _TAPS = re.compile(r"out_indices$|deepstack|extract_layers|intermediate_\w*indices|feature_layers?$|target_layer")
@@ -41,6 +43,8 @@ class Attempt:
     """What counts of heads are divided by; the widths of heads by what is left."""
     image: int
     """What the sides of images are divided by."""
+    fewer: bool = True
+    """Whether layers become fewer."""
 
     @property
     def narrower(self) -> int:
@@ -49,9 +53,12 @@ class Attempt:
 
 
 ATTEMPTS = (
-    *(Attempt(width, heads, image) for width, heads in ((16, 4), (16, 16)) for image in (4, 1)),
+    *(Attempt(16, 4, image) for image in (4, 1)),
+    Attempt(16, 4, 1, fewer=False),
+    *(Attempt(16, 16, image) for image in (4, 1)),
     *(Attempt(width, heads, 1) for width, heads in ((8, 8), (8, 1), (4, 1), (2, 1), (1, 1))),
     *(Attempt(width, heads, 2) for width, heads in ((16, 4), (1, 1))),
+    Attempt(8, 8, 1, fewer=False),
 )
 
 
@@ -73,12 +80,17 @@ def _parts(config: Any) -> Iterator[Any]:
 def _shrink(config: Any, attempt: Attempt) -> None:
     values = {k: v for k, v in vars(config).items() if not k.startswith("_") or k == "_out_indices"}
     staged = any(isinstance(values.get(k), list | tuple) for k in ("depths", "depth"))
-    named = (v for k, v in values.items() if k in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"))
+    named = (v for k, v in values.items() if k in MAIN)
+    listed = {len(v) for v in values.values() if isinstance(v, list | tuple)}
     layers = 0 if staged else next(named, 0)
-    few = _few_layers(values, layers)
+    few = _few_layers(values, layers) if attempt.fewer else MANY_LAYERS
     marks = iter(range(VOCABULARY - 1, 0, -1))
     for name, value in values.items():
+        if name.startswith("_"):
+            continue
         new = _smaller(name, value, attempt, few, marks)
+        if _LAYERS.search(name) and type(value) is int and value in listed and name not in MAIN:
+            continue  # what it counts is listed one by one, and the last of a list is often read
         if isinstance(value, list | tuple) and isinstance(layers, int) and len(value) == layers > few:
             new = value[:few]
         elif _TAPS.search(name) and _places(value):

@@ -35,7 +35,7 @@ from tpconvert.source.documented import (
     size_in,
 )
 from tpconvert.source.media import SOUNDS, VIDEOS, images, sounds
-from tpconvert.source.towers import with_towers
+from tpconvert.source.towers import Tower, towers_of, with_towers
 
 __all__ = ["BATCH", "LENGTH", "OTHER_LENGTH", "example_inputs"]
 
@@ -64,6 +64,9 @@ class Search:
         self.main = getattr(module, "main_input_name", "input_ids")
         self.required = [n for n, a in self.arguments.items() if a.required]
         self.tried: set[Any] = set()
+        self.refused: list[tuple[Given, Exception]] = []
+        """What was tried before, and what the forward said of it."""
+        self.trials = 0
 
     def run(self) -> Given:
         """The first inputs that run; those most likely right if none do."""
@@ -76,9 +79,11 @@ class Search:
             if given is None:
                 break
             first = first or given
+            self.trials += 1
             error = fault(skeleton, given)
             if error is None:
                 return given
+            self.refused.append((given, error))
             later += [new for new in self.mended(given, error) if self._is_new(new)]
         if first is None:
             raise self._unknown(self.main)
@@ -106,15 +111,9 @@ class Search:
     def starts(self, skeleton: nn.Module) -> Iterator[Given]:
         """Inputs for every tower; for all media; for the main input; and no more than what has to be there."""
         if "input_ids" in self.names:
-            towers = with_towers(
-                skeleton,
-                self.config,
-                self.names,
-                lambda name: self.forms(name, {}),
-                lambda part, given: fault(part, given) is None,
-                lambda: words(self.config, LENGTH),
-            )
-            yield from (self.completed(given) for given in towers)
+            towers, forms = self.towers(skeleton), lambda name: self.forms(name, {})
+            inputs = with_towers(towers, skeleton, self.config, self.names, forms, lambda: words(self.config, LENGTH))
+            yield from (self.completed(given) for given in inputs)
         media = [n for n in (*SOUNDS, "pixel_values", VIDEOS) if n in self.names]
         least = [n for n in dict.fromkeys([self.main, *self.required]) if n in self.names]
         text = [n for n in ("input_ids",) if n in self.names]
@@ -123,6 +122,16 @@ class Search:
             for given in itertools.islice(self.together(names), 24):
                 if self._is_new(given):
                     yield given
+
+    def towers(self, skeleton: nn.Module) -> list[Tower]:
+        """The towers of the model that say how many marks they fill."""
+        return towers_of(
+            skeleton,
+            self.config,
+            self.names,
+            lambda name: self.forms(name, {}),
+            lambda part, given: fault(part, given) is None,
+        )
 
     def together(self, names: tuple[str, ...]) -> Iterator[Given]:
         """Every combination of the forms of some arguments; masks last, since they go by the others."""

@@ -25,35 +25,46 @@ BEFORE = 3
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """What one tower is given, and the marks it fills."""
+    """What one tower is given, and the marks that it fills."""
 
     kind: str
     given: Given
     mark: int
     count: int
     """Marks for one image, or one sound."""
+    width: int
+    """The width of a feature."""
     around: tuple[tuple[int, ...], tuple[int, ...]]
     """The words that the model looks for before and after them."""
 
 
 def with_towers(
+    towers: list[Tower],
+    module: nn.Module,
+    config: Any,
+    names: set[str],
+    forms: Callable[[str], Iterator[Given]],
+    words: Callable[[], Tensor],
+) -> Iterator[Given]:
+    """Inputs for all towers at once, then for fewer; none where the model has no towers.
+
+    ``names`` are the arguments of its forward, ``forms`` gives forms for one of them, and ``words`` makes the text.
+    """
+    for many in range(len(towers), 0, -1):
+        for some in combinations(towers, many):
+            yield _filled(some, names, words())
+    yield from (_filled((tower,), names, words()) for tower in _unasked(module, config, names, forms))
+
+
+def towers_of(
     module: nn.Module,
     config: Any,
     names: set[str],
     forms: Callable[[str], Iterator[Given]],
     runs: Callable[[nn.Module, Given], bool],
-    words: Callable[[], Tensor],
-) -> Iterator[Given]:
-    """Inputs for all towers at once, then for fewer; none where the model has no towers.
-
-    ``names`` are the arguments of its forward, ``forms`` gives forms for one of them, ``runs`` tells whether a module
-    runs on what it is given, and ``words`` makes the text.
-    """
-    found = [t for kind in KINDS if (t := _tower(module, config, kind, names, forms, runs)) is not None]
-    yield from (_filled((tower,), names, words()) for tower in _unasked(module, config, names, forms))
-    for many in range(len(found), 0, -1):
-        for towers in combinations(found, many):
-            yield _filled(towers, names, words())
+) -> list[Tower]:
+    """The towers that can be asked; ``runs`` tells whether a module runs on what it is given."""
+    return [t for kind in KINDS if (t := _tower(module, config, kind, names, forms, runs)) is not None]
 
 
 class _Features(nn.Module):
@@ -62,13 +73,15 @@ class _Features(nn.Module):
     def __init__(self, whole: nn.Module, method: str) -> None:
         super().__init__()
         self.whole, self.method = whole, method
-        self.count = 0
+        self.count, self.width = 0, 0
 
     def forward(self, **given: Any) -> Any:
         out = getattr(self.whole, self.method)(**given)
         features = getattr(out, "pooler_output", out)
         features = out[0] if features is None else features
-        self.count = sum(t.numel() // t.shape[-1] for t in _tensors(features)) // BATCH
+        tensors = _tensors(features)
+        self.count = sum(t.numel() // t.shape[-1] for t in tensors) // BATCH
+        self.width = tensors[0].shape[-1] if tensors else 0
         return features
 
 
@@ -97,7 +110,7 @@ def _tower(
     for form in forms(entry):
         given = {n: v for n, v in form.items() if n in taken}
         if runs(features, given) and features.count:
-            return Tower(kind, given, mark, features.count, _around(config, kind))
+            return Tower(kind, given, mark, features.count, features.width, _around(config, kind))
     return None
 
 
@@ -109,7 +122,7 @@ def _unasked(
         mark = _mark(config, kind)
         if mark is not None and entry in names and not _taken(module, f"get_{kind}_features"):
             for form in islice(forms(entry), 6):
-                yield Tower(kind, form, mark, 1, _around(config, kind))
+                yield Tower(kind, form, mark, 1, 0, _around(config, kind))
 
 
 def _taken(module: nn.Module, method: str) -> list[str]:

@@ -1,0 +1,75 @@
+"""What is asked of a plan beside equality: which cut weights are Linear, what transformers cuts, and the way back."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+DIMS = {"colwise": 0, "rowwise": 1}
+"""The dim of an ``nn.Linear`` weight that transformers cuts, by the first word of its style."""
+
+
+def linear_like(module: nn.Module) -> set[str]:
+    """Names of the weights of Linear and transformers' Conv1D modules, and of the 3-D weights of experts."""
+    found = set()
+    for prefix, part in module.named_modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            flat = parameter.dim() == 2 and name == "weight" and type(part).__name__.endswith(("Linear", "Conv1D"))
+            experts = parameter.dim() == 3 and not isinstance(part, CONVOLUTIONS)
+            if flat or experts:
+                found.add(f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+def agreement(module: nn.Module, plan: Any) -> dict[str, Any]:
+    """Of the weights that transformers' own plan cuts: how many are cut along the same dim, another, and not at all."""
+    wanted = {k: d for k, v in (getattr(module, "tp_plan", None) or {}).items() if (d := _dim(str(v))) is not None}
+    counts = {"same": 0, "other": 0, "whole": 0}
+    differ: dict[str, str] = {}
+    linear = linear_like(module)
+    for verdict in plan.verdicts:
+        place = verdict.name.removesuffix(".weight")
+        dim = next((d for k, d in wanted.items() if re.fullmatch(_pattern(k), place)), None)
+        if dim is None or verdict.name not in linear or len(verdict.shape) != 2 or verdict.tied_to:
+            continue
+        kind = "whole" if not verdict.layout.cut else "same" if verdict.layout.dim == dim else "other"
+        counts[kind] += 1
+        if kind != "same":
+            differ.setdefault(re.sub(r"\d+", "*", verdict.name), f"{kind}: {verdict.reason}")
+    return {"theirs": counts, "theirs_differ": list(differ.items())[:6]} if sum(counts.values()) else {}
+
+
+def _dim(style: str) -> int | None:
+    return next((dim for word, dim in DIMS.items() if word in style and "embedding" not in style), None)
+
+
+def _pattern(key: str) -> str:
+    return rf"(.*\.)?{re.escape(key)}".replace(r"\*", r"\d+")
+
+
+def way_back(module: Any, plan: Any) -> str:
+    """Whether a saved checkpoint that is sharded and merged comes back byte for byte: ``identical``, or what is not."""
+    from tpconvert.checkpoint import merge, shard
+    from tpconvert.source.conversion import hf_weights
+
+    with tempfile.TemporaryDirectory(prefix="coverage-") as scratch:
+        folder = Path(scratch) / "saved"
+        module.save_pretrained(folder)
+        try:
+            shard(hf_weights(folder, module), plan, Path(scratch) / "ranks")
+            merge(Path(scratch) / "ranks", Path(scratch) / "back")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        saved, back = _hashes(folder), _hashes(Path(scratch) / "back")
+        differ = sorted(n for n in saved.keys() | back.keys() if saved.get(n) != back.get(n))
+        return f"differs: {differ[0]}" if differ else "identical"
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.glob("*.safetensors*")}
