@@ -27,6 +27,7 @@ from tpconvert.analyze.entering import has_floats
 from tpconvert.analyze.provenance import remembering
 from tpconvert.analyze.recorder import Inputs, Recorder, is_inplace, mutated_alias
 from tpconvert.analyze.running import descending_into_functionals
+from tpconvert.analyze.state import watching
 from tpconvert.analyze.trace import Call, Trace
 from tpconvert.errors import SourceError
 
@@ -64,7 +65,11 @@ def capture(module: nn.Module, inputs: Inputs, *, values: bool = False, shadow: 
 
 def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder) -> Trace:
     formulas = recorder.formulas
-    with remembering(module, formulas) as owners, _all_floats_need_grad(module):
+    with (
+        remembering(module, formulas) as owners,
+        watching(module, recorder.stack, recorder.calls),
+        _all_floats_need_grad(module),
+    ):
         output = recorder.run(inputs)
     outputs = dict(recorder.slots(output))
     recorder.graph.output(tuple(outputs.values()))

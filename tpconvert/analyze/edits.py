@@ -239,13 +239,18 @@ def _paths(module: nn.Module) -> dict[int, str]:
     return out
 
 
-def spell(expr: Expression) -> str:
-    """An expression in words."""
-    if isinstance(expr, int):
+SIGNS = {
+    "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%",
+    "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "gt": ">", "ge": ">=",
+}  # fmt: skip
+
+
+def spell(expr: Expression | float) -> str:
+    """An expression, or a comparison of two, in words."""
+    if isinstance(expr, int | float):
         return f"the literal {expr}"
     if isinstance(expr, Attribute):
         return expr.name
     if expr[0] == "dim":
         return f"size({expr[2]})"
-    signs = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
-    return f"{spell(expr[1])} {signs[expr[0].__name__]} {spell(expr[2])}"
+    return f"{spell(expr[1])} {SIGNS[expr[0].__name__]} {spell(expr[2])}"

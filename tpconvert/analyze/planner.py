@@ -48,8 +48,8 @@ class Planner:
     def draft(self, rewritten: dict[str, str], training: Any) -> Draft:
         """The plan with the forwards of ``rewritten`` modules (path -> reason) written from their graph.
 
-        ``training`` holds, by module, the constants that differ in train mode; a module missing there cannot be
-        rewritten, since its forward takes another path in training.
+        ``training`` tells what differs in train mode and at other sizes, and which modules cannot be rewritten since
+        their forwards do something else there.
         """
         wanted = dict(rewritten)
         for placed in self.flow.placed:
@@ -105,12 +105,13 @@ class Planner:
 
     def rewrite(self, path: str, why: str, training: Any) -> Rewrite:
         """The forward of a module, when each of its calls has one and the same."""
-        if path not in training:
-            raise UnsupportedError("it takes another path in training")
         if path.startswith("?"):
             raise UnsupportedError("it is not a registered module")
+        if refusal := training.refusal(path):
+            raise UnsupportedError(refusal)
+        constants = training.constants(path)
         calls = [c for c in self.ax.trace.calls if c.module == path]
-        written = [rewrite(self.flow, c, self.nested, why, training[path]) for c in calls]
+        written = [rewrite(self.flow, c, self.nested, why, constants, training.fixed) for c in calls]
         if len(written) > 1 and len({_shape_of(w) for w in written}) > 1:
             raise UnsupportedError("its calls differ")
         return written[0]

@@ -8,6 +8,7 @@ entries; children stay calls, so that their own hooks and parallel layers run.
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch.overrides import resolve_name
 
 from tpconvert.analyze.axes import is_many, stops_gradient
 from tpconvert.analyze.capture import Call
+from tpconvert.analyze.decisions import hindrance, questions
+from tpconvert.analyze.edits import spell
 from tpconvert.analyze.emulate import is_local
 from tpconvert.analyze.flow import Flow, Placed
-from tpconvert.analyze.provenance import Int, evaluate, reads_shape
+from tpconvert.analyze.provenance import Int, dims_read, evaluate, reads_shape
 from tpconvert.analyze.terms import P, Term, blocks, leaves
 from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Rewrite
@@ -30,19 +33,35 @@ class UnsupportedError(Exception):
 
 
 def rewrite(
-    flow: Flow, call: Call, nested: dict[Term, Term], why: str, training: dict[tuple[int, Any], Any] | None = None
+    flow: Flow,
+    call: Call,
+    nested: dict[Term, Term],
+    why: str,
+    training: dict[tuple[int, Any], Any] | None = None,
+    fixed: Set[Term] = frozenset(),
 ) -> Rewrite:
-    """The forward of one call, as data.  ``training`` holds, by (op number, path), what differs in train mode."""
-    return _Writer(flow, call, nested, training or {}).write(why)
+    """The forward of one call, as data.
+
+    ``training`` holds, by (op number, path), what differs in train mode; ``fixed`` are sizes of the inputs that were
+    never seen to be others.
+    """
+    return _Writer(flow, call, nested, training or {}, fixed).write(why)
 
 
 class _Writer:
-    def __init__(self, flow: Flow, call: Call, nested: dict[Term, Term], training: dict[tuple[int, Any], Any]) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        call: Call,
+        nested: dict[Term, Term],
+        training: dict[tuple[int, Any], Any],
+        fixed: Set[Term],
+    ) -> None:
         self.flow, self.ax, self.call, self.nested, self.training = flow, flow.ax, call, nested, training
         self.nodes: list[dict[str, Any]] = []
         self.names: dict[fx.Node, str] = {n: slot for slot, n in call.inputs.items()}
         self.seen: dict[tuple[fx.Node, fx.Node], str] = {}
-        self.children = [c for c in self.ax.trace.calls if c.parent is call]
+        self.checks = questions(self.ax, self.call, fixed)
         self.chosen = {*flow.cut_atoms, *nested}
         self.placed: dict[fx.Node, list[Placed]] = {}
         for p in flow.placed:
@@ -50,41 +69,55 @@ class _Writer:
                 self.placed.setdefault(p.node, []).append(p)
 
     def write(self, why: str) -> Rewrite:
-        if not self.call.plain:
-            raise UnsupportedError("it returns an object, not plain tensors")
-        if any(n in self.ax.trace.by_data for n in self.ax.trace.nodes if n.meta["call"] is self.call):
-            raise UnsupportedError("its shapes hang on values")
-        if self.counted():
-            raise UnsupportedError("its caller counts by values, and gives it a number that may be another next time")
-        if any(leaves(self.ax.of(n)[i]) & self.ax.input_atoms for n, i in self.call.sized):
-            raise UnsupportedError("it makes a number of a size of its inputs")
-        if self.call.asked:
-            raise UnsupportedError(f"it branches on values ({self.call.asked})")
-        order = {n: i for i, n in enumerate(self.ax.trace.graph.nodes)}
-        steps: list[tuple[int, Any]] = [(order[n], n) for n in self.ax.trace.nodes if n.meta["call"] is self.call]
-        steps += [(c.position - 0.5, c) for c in self.children]  # type: ignore[misc]
+        if reason := hindrance(self.ax, self.call):
+            raise UnsupportedError(reason)
         for node in dict.fromkeys(self.call.inputs.values()):
             self.collectives(node)
+        self.same()
         number = 0
-        for _, step in sorted(steps, key=lambda s: s[0]):
+        for step in self.ax.trace.steps(self.call)[self.call]:
+            self.check()
             if isinstance(step, Call):
                 self.child(step)
             else:
                 self.op(step, number)
                 number += 1
+        self.check(last=True)
         signature = dict.fromkeys(self.call.inputs, "tensor")
         signature |= {slot: {"const": _constant(value)} for slot, value in self.call.constants.items()}  # type: ignore[dict-item]
         return Rewrite(self.call.module, why, signature, tuple(self.nodes), self.encode(self.call.result))
 
-    def counted(self) -> bool:
-        """Whether a number among its arguments may come from values that a caller read."""
-        numbers = any(type(v) in (int, float) for v in self.call.constants.values())
-        caller = self.call.parent
-        while caller is not None:
-            if numbers and caller.asked in ("tolist", "item", "__int__", "__index__", "__float__"):
-                return True
-            caller = caller.parent
-        return False
+    # -- checks: what must be as it was recorded ----------------------------------------------------------
+
+    def check(self, last: bool = False) -> None:
+        """Check what can be by now; a check that fails says which calls the forward was recorded for."""
+        for question in list(self.checks):
+            known = all(n in self.names for side in question[1:3] for n, _ in dims_read(side))
+            if known or last:
+                self.checks.remove(question)
+                asked, left, right, answer = question
+                args = [self.side(left), self.side(right)]
+                target = f"operator.{asked.__name__}"
+                self.add(
+                    "check",
+                    target=target,
+                    args=args,
+                    value=answer,
+                    says=spell((asked, left, right)).replace("the literal ", ""),
+                )
+
+    def side(self, expr: Any) -> Any:
+        """One side of a comparison."""
+        return expr if isinstance(expr, int | float) else self.size(expr, _whole(expr, self.ax))
+
+    def same(self) -> None:
+        """Check that what was one tensor in two arguments is one again."""
+        first: dict[fx.Node, str] = {}
+        for slot, node in self.call.inputs.items():
+            other = first.setdefault(node, slot)
+            if other != slot:
+                says = f"{other} is {slot}"
+                self.add("check", target="operator.is_", args=[{"$": other}, {"$": slot}], value=True, says=says)
 
     # -- nodes --------------------------------------------------------------------------------------------
 
@@ -213,6 +246,9 @@ class _Writer:
             local = {s.path: s for s in self.ax.sites.get(node, ()) if leaves(s.term) & self.flow.cut_atoms}
 
         def encode(tree: Any, path: tuple[Any, ...]) -> Any:
+            either = (tree, self.training.get((number, path), tree))
+            if either[0] is not either[1] and is_local(self.flow, node) and any(type(v) in (int, Int) for v in either):
+                raise UnsupportedError("a number that may count something cut is another one in training")
             if path in local and isinstance(tree, int) and tree != -1:
                 site = local[path]
                 value = self.site(site.term, tree)
@@ -229,7 +265,7 @@ class _Writer:
                     )
                 }
             if (number, path) in self.training:
-                return {"$": self.add("training_else", args=[self.training[number, path], tree])}
+                return {"$": self.add("training_else", args=[_constant(self.training[number, path]), _constant(tree)])}
             if isinstance(tree, tuple | list):
                 inner = [encode(t, (*path, i)) for i, t in enumerate(tree)]
                 return {"tuple": inner} if isinstance(tree, tuple) else inner

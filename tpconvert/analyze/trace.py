@@ -29,6 +29,8 @@ class Call:
     """The dims of tensors whose sizes its own forward made a number of."""
     decided: dict[tuple[Any, Expression, Expression], bool] = field(default_factory=dict)
     """``(question, left, right)`` -> the answer, for the integers with a memory that its own forward compared."""
+    assigned: str = ""
+    """An attribute that its own forward sets, or a container of its module that changed."""
     plain: bool = True
     """Whether the output is made of tensors, tuples, lists and dicts alone."""
     position: int = 0
@@ -70,3 +72,14 @@ class Trace:
     def nodes(self) -> list[fx.Node]:
         """All nodes in order of execution."""
         return [n for n in self.graph.nodes if n.op != "output"]
+
+    def steps(self, *calls: Call) -> dict[Call, list[fx.Node | Call]]:
+        """What the own forward of each call does, in order: its ops, and its children's calls."""
+        out: dict[Call, list[tuple[float, fx.Node | Call]]] = {call: [] for call in calls or self.calls}
+        for i, node in enumerate(self.graph.nodes):
+            if node.op == "call_function" and node.meta["call"] in out:
+                out[node.meta["call"]].append((i, node))
+        for call in self.calls:
+            if call.parent in out:
+                out[call.parent].append((call.position - 0.5, call))
+        return {call: [step for _, step in sorted(found, key=lambda s: s[0])] for call, found in out.items()}

@@ -11,7 +11,7 @@ The graph is data from a file, so an op is taken only from a closed list: torch'
 ``item``, ``args: [sequence, index]``       one of several results
 ``training``                                whether the module is in training mode
 ``training_else``, ``args: [a, b]``         ``a`` in training mode, else ``b``
-``training_else``, ``args: [a, b]``         a in training mode, else b
+``check``, ``target``, ``args``, ``value``  a comparison that must come out as recorded; ``says`` it in words
 ``draw``, ``cut``                           a switch of random numbers, as :class:`~tpconvert.spec.plan.Switch`
 ``copy`` ``reduce`` ``gather`` ...          a collective, with ``dim``, ``blocks``, ``span`` where it needs them
 ``local``, ``value``, ``blocks``, ``per``   an integer that counts something cut: its value on this rank
@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import get_overridable_functions
 
-from tpconvert.errors import RewriteError
+from tpconvert.errors import PlanError, RewriteError
 from tpconvert.parallel import collectives
 from tpconvert.parallel.collectives import Parts, parts_of
 from tpconvert.parallel.layers import lookup
@@ -135,6 +135,9 @@ class GraphBuilder:
         kwargs = {k: self.argument(v) for k, v in data.get("kwargs", {}).items()}
         if op == "call":
             return self.call(resolve(target, self.rewrite.module), *args, **kwargs)
+        if op == "check":
+            found = self.call(resolve(target, self.rewrite.module), *args)
+            return self.call(expect, found, data["value"], self.rewrite.module, data["says"])
         if op == "module":
             return self.call(call_child, self.module, target, *args, **kwargs)
         if op == "param":
@@ -147,8 +150,6 @@ class GraphBuilder:
             return self.call(read, self.module, "training")
         if op == "training_else":
             return self.call(choose, self.call(read, self.module, "training"), *args)
-        if op == "training_else":
-            return self.call(either, self.call(read, self.module, "training"), *args)
         if op == "draw":
             cut, mesh = bool(data["cut"]), self.mesh
             return self.call(_named(op, lambda module: turn(mesh, cut) if module.training else None), self.module)
@@ -260,9 +261,14 @@ def read(owner: Any, path: str) -> Any:
     return owner
 
 
-def either(training: bool, first: Any, second: Any) -> Any:
-    """The first in training mode, else the second."""
-    return first if training else second
+def expect(found: bool, wanted: bool, where: str, says: str) -> None:
+    """Refuse a call that is not of the recorded kind."""
+    if bool(found) is not wanted:
+        raise PlanError(
+            f"{where or 'the root module'}: its forward was regenerated for calls where {says} is {wanted}; "
+            f"here it is {not wanted}.",
+            hint=f"Plan again with such inputs, or with --set '{where}.*=whole'.",
+        )
 
 
 def _named(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:

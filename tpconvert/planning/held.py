@@ -15,6 +15,7 @@ from tpconvert.analyze.capture import Trace
 from tpconvert.analyze.choose import Choice
 from tpconvert.analyze.patterns import Classifier, load_patterns
 from tpconvert.analyze.planner import Planner
+from tpconvert.analyze.terms import Term
 from tpconvert.errors import VerifyError
 from tpconvert.planning.reproduce import NotHeldError, reproduce
 from tpconvert.spec.plan import Boundary, Plan
@@ -31,10 +32,14 @@ class Held:
 class AsRecorded:
     """Stands for :class:`tpconvert.planning.training.Training` where the trace itself is of training."""
 
-    def __contains__(self, path: str) -> bool:
-        return True
+    fixed: frozenset[Term] = frozenset()
 
-    def __getitem__(self, path: str) -> dict[Any, Any]:
+    def refusal(self, path: str) -> str:
+        """Why a forward cannot be written anew: what holds in training was asked where the plan was made."""
+        return ""
+
+    def constants(self, path: str) -> dict[Any, Any]:
+        """What differs in training from the trace: nothing."""
         return {}
 
     def get(self, path: str) -> dict[Any, Any]:

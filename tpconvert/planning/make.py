@@ -76,7 +76,7 @@ class Planning:
         self.rules = rules
         self.ax = Axes(self.trace, self.trace.rules)
         self.classifier = Classifier(self.ax, load_patterns(rules))
-        self.training = Training(module, inputs, self.trace)
+        self.training = Training(module, inputs, self.ax)
         self.rewritten: dict[str, str] = {}
         self.forbidden: dict[Term, str] = self._policy()
         self.early: frozenset[str] = frozenset()

@@ -1,25 +1,30 @@
-"""What a module's forward does differently in training: dropout rates and flags, or another path altogether.
+"""What a module's forward does differently in training or at other sizes: constants, or another path altogether.
 
-A rewritten forward is a recorded one, so it must hold for training too.  The model is captured once more in train
-mode and another dtype; a module whose own ops are the same both times may be rewritten.  Constants that differ become
-a choice, dtypes that differ are read from the tensor they were read from.
+A rewritten forward is a recorded one, so it must hold for later calls too.  The model is captured once more in train
+mode, in train mode and another dtype, and at other sizes of the inputs; a module that does the same each time may be
+rewritten.  Constants that differ in train mode become a choice, dtypes that differ are read from the tensor they were
+read from.  Each capture is made when it is first asked for.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from tpconvert.analyze.axes import tensors
+from tpconvert.analyze.axes import Axes, tensors
 from tpconvert.analyze.capture import Inputs, Trace, capture
 from tpconvert.analyze.copies import copied
 from tpconvert.analyze.randoms import DROPS
 from tpconvert.analyze.shadow import Shadow, needs_shadow
+from tpconvert.analyze.terms import Term, find, leaves
 from tpconvert.analyze.trees import floats_as
 from tpconvert.errors import SourceError
+from tpconvert.planning.compare import Calls, Place, constants_that_differ
+from tpconvert.planning.sizes import OtherSizes
 
 NORMS = frozenset(["batch_norm", "instance_norm"])
 """Ops with a flag for training; their rule holds with the flag and without."""
@@ -29,25 +34,15 @@ Differences = dict[str, dict[Any, Any] | None]
 
 
 class Training:
-    """``path in training`` where a module may be rewritten; ``training[path]`` are its constants that differ."""
+    """What later calls do otherwise than the captured ones."""
 
-    def __init__(self, module: nn.Module, inputs: Inputs, trace: Trace) -> None:
-        self.module, self.inputs, self.trace = module, inputs, trace
-        self.other: Trace | None = None
+    def __init__(self, module: nn.Module, inputs: Inputs, ax: Axes) -> None:
+        self.module, self.inputs, self.ax, self.trace = module, inputs, ax, ax.trace
         self.failure = ""
         """Why the forward could not be run in train mode."""
-        self.in_training: Differences | None = None
-        self.in_other_dtype: Differences | None = None
-
-    def __contains__(self, path: str) -> bool:
-        return self.differences.get(path) is not None and self.dtypes.get(path) is not None
-
-    def __getitem__(self, path: str) -> dict[Any, Any]:
-        return (self.dtypes[path] or {}) | (self.differences[path] or {})
 
     def elsewhere(self) -> list[str]:
         """Modules whose forward takes another path in training."""
-        found = self.differences  # which captures in train mode
         if self.other is None:
             return []
         ops = own_ops(self.trace)
@@ -55,7 +50,7 @@ class Training:
         wiring, other_wiring = children(self.trace), children(self.other)
         return [
             path
-            for path in found
+            for path in self.differences
             if not path.startswith("?")
             and (
                 mine.get(path) != theirs.get(path)
@@ -68,37 +63,82 @@ class Training:
         """The constants of a module that differ in training; none where its ops differ."""
         return self.differences.get(path) or {}
 
+    def refusal(self, path: str) -> str:
+        """Why the forward of a module cannot be written from its recorded ops; empty where it can."""
+        mine = self.calls[path]
+        for other in self.trained:
+            if other is None or len(other[path]) != len(mine) or constants_that_differ(mine, other[path]) is None:
+                return "it takes another path in training"
+        for other in self.resized[0]:
+            if constants_that_differ(mine, other[path]) != {}:
+                return "it does something else at another size of the inputs"
+        return ""
+
+    def constants(self, path: str) -> dict[Place, Any]:
+        """The constants of a module that differ in training, where it may be rewritten."""
+        out: dict[Place, Any] = {}
+        for other in reversed(self.trained):
+            assert other is not None
+            out |= constants_that_differ(self.calls[path], other[path]) or {}
+        return out
+
     @property
+    def fixed(self) -> set[Term]:
+        """Dims of the inputs, and their atoms, at no other sizes of which a capture could be made."""
+        return self.resized[1].union(*(leaves(t) for t in self.resized[1]))
+
+    # -- captures -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def other(self) -> Trace | None:
+        """In train mode; None where the forward fails."""
+        found = self._captured(self.inputs, training=True)
+        self.failure = "" if isinstance(found, Trace) else found
+        return found if isinstance(found, Trace) else None
+
+    @cached_property
     def differences(self) -> Differences:
         """What differs in train mode."""
-        if self.in_training is None:
-            self.in_training = self._compare(None)
-        return self.in_training
+        return compared(self.trace, self.other) if self.other is not None else {}
 
-    @property
-    def dtypes(self) -> Differences:
-        """What differs in train mode and another dtype: the dtypes that follow the model's."""
-        if self.in_other_dtype is None:
-            found = (self._compare(dtype) for dtype in other_dtypes(self.module))
-            self.in_other_dtype = next((f for f in found if f), {})
-        return self.in_other_dtype
+    @cached_property
+    def calls(self) -> Calls:
+        """The calls of the captured forward."""
+        return Calls(self.trace)
 
-    def _compare(self, dtype: torch.dtype | None) -> Differences:
-        """Against a capture in train mode; empty where the forward fails."""
+    @cached_property
+    def trained(self) -> list[Calls | None]:
+        """Those in train mode, and in train mode and another dtype, so that the dtypes that follow the model's show."""
+        last: Trace | str = ""
+        for dtype in other_dtypes(self.module):
+            last = self._captured(floats_as(self.inputs, dtype), training=True, dtype=dtype)
+            if isinstance(last, Trace):
+                break
+        return [Calls(t) if isinstance(t, Trace) else None for t in (self.other, last)]
+
+    @cached_property
+    def resized(self) -> tuple[list[Calls], set[Term]]:
+        """Those at other sizes, and the sizes that could not be changed."""
+        others = OtherSizes(self.ax, self.inputs)
+        found, left = [], {find(t) for t in others.free.values()}
+        for inputs, changed in others:
+            trace = self._captured(inputs, training=False) if changed & left else ""
+            if isinstance(trace, Trace):
+                found.append(Calls(trace))
+                left -= changed
+        return found, left
+
+    def _captured(self, inputs: Inputs, training: bool, dtype: torch.dtype | None = None) -> Trace | str:
+        """A capture of a copy, or why the forward fails."""
         from tpconvert.planning.make import eval_mode
 
-        module = copied(self.module)  # running statistics move, and other things a forward keeps
-        module, inputs = (module, self.inputs) if dtype is None else (module.to(dtype), floats_as(self.inputs, dtype))
+        module = copied(self.module).to(dtype)  # of a copy: running statistics move, and other things a forward keeps
         try:
-            with eval_mode(module, training=True):
+            with eval_mode(module, training=training):
                 shadow = Shadow() if needs_shadow(module) else None
-                other = capture(module, inputs, shadow=shadow, rules=self.trace.rules)
+                return capture(module, inputs, shadow=shadow, rules=self.trace.rules)
         except SourceError as error:
-            self.failure = error.message if dtype is None else self.failure
-            return {}
-        if dtype is None:
-            self.other = other
-        return compared(self.trace, other)
+            return error.message
 
 
 def _other_numbers(calls: list[list[fx.Node]], differing: dict[Any, Any]) -> bool:

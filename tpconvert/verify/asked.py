@@ -24,7 +24,7 @@ def compare_asked(module: nn.Module, inputs: Inputs, trace: Trace, found: Reprod
     """
     ax = found.choice.flow.ax
     planner = Planner(ax, Classifier(ax, load_patterns(())), found.choice, plan.tp)
-    asked = planner.draft({r.module: r.reason for r in plan.rewrites}, Training(module, inputs, trace)).plan
+    asked = planner.draft({r.module: r.reason for r in plan.rewrites}, Training(module, inputs, ax)).plan
     called = {call.module for call in trace.calls}
     return [
         *_compared("boundary", plan.boundaries, asked.boundaries, called),

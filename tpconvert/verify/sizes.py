@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpconvert.analyze.trees import map_tensors, tensors_in
+from tpconvert.analyze.trees import tensors_in
+from tpconvert.planning.sizes import resized
 
 SHORTER = 3
 """How many tokens are left off."""
@@ -22,16 +23,12 @@ def other_size(inputs: Any) -> Any:
     batch = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
     lengths = {t.shape[1] for t in tensors if t.dim() == 2 and t.dtype == torch.int64 and t.shape[0] == batch}
     shorter = {n: n - SHORTER for n in lengths if n > 2 * SHORTER}
-
-    def cropped(t: Tensor) -> Tensor:
-        if not t.dim() or t.shape[0] != batch:
-            return t
-        t = t[:1]
-        for dim in range(1, t.dim()):
-            if t.shape[dim] in shorter and not t.is_floating_point():
-                t = t.narrow(dim, 0, shorter[t.shape[dim]])
-        return t.clone()
-
     if batch < 2 and not shorter:
         return None
-    return map_tensors(cropped, inputs)
+
+    def smaller(t: Tensor) -> tuple[int, ...]:
+        if not t.dim() or t.shape[0] != batch:
+            return tuple(t.shape)
+        return (1, *(n if t.is_floating_point() else shorter.get(n, n) for n in t.shape[1:]))
+
+    return resized(inputs, map(smaller, tensors))

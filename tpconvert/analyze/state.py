@@ -1,0 +1,58 @@
+"""What forwards leave behind on their modules: a regenerated forward would not."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from tpconvert.analyze.provenance import held_objects
+from tpconvert.analyze.trace import Call
+
+
+@contextmanager
+def watching(module: nn.Module, stack: list[Call], calls: list[Call]) -> Iterator[None]:
+    """Tell each call of ``stack`` what its own forward sets, and each of ``calls`` what changed within its module.
+
+    An attribute that is set is seen as it happens.  What is put into a container, or set on a plain object, is seen
+    afterwards, so every module around the one that holds it is told.
+    """
+    known = {id(m) for m in module.modules()}
+    original = nn.Module.__setattr__
+
+    def noting(self: nn.Module, name: str, value: Any) -> None:
+        if stack and id(self) in known:
+            stack[-1].assigned = stack[-1].assigned or name
+        original(self, name, value)
+
+    before = [(path, name, held, _items(held)) for path, name, held in _containers(module)]
+    nn.Module.__setattr__ = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
+    for path, name, held, items in before:
+        now = _items(held)
+        if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
+            for call in calls:
+                if call.module in ("", path) or path.startswith(f"{call.module}."):
+                    call.assigned = call.assigned or name
+
+
+def _containers(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """``(path, attribute, container)`` of what the modules hold that others may be put into."""
+    internal = vars(nn.Module()).keys()
+    for path, m in module.named_modules():
+        for name, value in vars(m).items():
+            if type(value) in (list, dict, set, deque) and name not in internal:
+                yield path, name, value
+        for name, held in held_objects(m):
+            yield path, name, vars(held)
+
+
+def _items(held: Any) -> list[Any]:
+    """What a container holds, keys first."""
+    return [*held, *held.values()] if isinstance(held, dict) else list(held)
