@@ -207,3 +207,43 @@ def test_the_bar_shows_bytes_and_rate_on_a_terminal(monkeypatch):
         progress(4_000_000, 4_000_000)
     assert "sharding" in out.getvalue()
     assert "4.0/4.0 MB" in out.getvalue()
+
+
+def test_plan_format_transformers_prints_a_tp_plan(llama):
+    plan = json.loads(run("plan", llama, "--tp", 2, "--format", "transformers").stdout)
+    assert plan["model.layers.*.mlp.up_proj"] == "colwise"
+    assert plan["lm_head"] == "replicate"  # 59 words on 2 ranks
+
+
+def test_plan_format_tells_what_it_leaves_whole(llama):
+    told = run("plan", llama, "--tp", 2, "--format", "transformers").stderr
+    assert "note: left whole: lm_head.weight: lm_head.weight is dealt unevenly (59 on 2 ranks).\n" in told
+
+
+def test_plan_format_dtensor_writes_python(llama, tmp_path):
+    out = run("plan", llama, "--tp", 2, "--format", "dtensor", "-o", tmp_path / "parallel.py")
+    assert out.stdout == ""
+    compile((tmp_path / "parallel.py").read_text(), "parallel.py", "exec")
+
+
+def test_plan_format_transformers_refuses_a_function(own):
+    result = CliRunner().invoke(main, ["plan", own, "--tp", "2", "--format", "transformers"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: Sequential is no model of transformers, so it takes no tp_plan.\n"
+
+
+def test_plan_check_against_exits_with_the_answer(llama, tmp_path):
+    differ = CliRunner().invoke(main, ["plan", str(llama), "--tp", "2", "--check-against", "own", "--json"])
+    assert differ.exit_code == 0, differ.stdout  # uneven, but the same rows
+    (tmp_path / "theirs.json").write_text('{"model.layers.*.mlp.up_proj": "rowwise"}')
+    differ = CliRunner().invoke(main, ["plan", str(llama), "--tp", "2", "--check-against", f"{tmp_path}/theirs.json"])
+    assert differ.exit_code == 1
+    assert "! model.layers.*.mlp.up_proj.weight x2 dim 1 dim 0" in " ".join(differ.stdout.split())
+
+
+def test_plan_format_and_check_against_exclude_each_other(llama):
+    result = CliRunner().invoke(
+        main, ["plan", str(llama), "--tp", "2", "--format", "dtensor", "--check-against", "own"]
+    )
+    assert result.exit_code == 2
+    assert "--format prints the plan as others write it" in result.stderr

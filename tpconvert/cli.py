@@ -11,15 +11,22 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
 from tpconvert.errors import CheckpointError, PlanError, TPConvertError
-
-if TYPE_CHECKING:
-    from tpconvert.source import Source
-    from tpconvert.spec.plan import Plan
+from tpconvert.options import (
+    check_plan_options,
+    compared,
+    open_named,
+    plan_of,
+    plan_of_folder,
+    planned,
+    say_notes,
+    told_as,
+    write_text,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -104,6 +111,18 @@ def main(traceback: bool) -> None:
 @plan_options
 @source_options
 @click.option("-o", "--out", metavar="FILE", help="Write the plan.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["transformers", "dtensor"]),
+    help="Print it as a tp_plan of transformers, or as Python code for parallelize_module.",
+)
+@click.option(
+    "--check-against",
+    "theirs",
+    metavar="TP_PLAN",
+    help="Compare with a tp_plan: a JSON file, or own for the one the model brings along.",
+)
 @force_option
 @json_option
 @all_option
@@ -113,23 +132,35 @@ def plan(
     overrides: tuple[str, ...],
     rules: tuple[str, ...],
     out: str | None,
+    form: str | None,
+    theirs: str | None,
     force: bool,
     as_json: bool,
     every: bool,
     **opening: Any,
 ) -> None:
     """Show what would be cut, what stays whole, and why."""
-    from tpconvert.report import plan_report, plan_text
-
     target = Path(out) if out else None
+    if form and (theirs or as_json or every):
+        raise click.UsageError(
+            "--format prints the plan as others write it: no --check-against, --json or --all with it."
+        )
+    if theirs and out:
+        raise click.UsageError("--check-against writes no plan: no --out with it.")
     if target and target.exists() and not force:
         raise PlanError(f"{target}: exists already.", hint="Use --force to replace it, or choose another output.")
-    opened, made = _planned(source, tp, overrides, rules, None, opening)
+    if form:
+        return told_as(form, source, tp, overrides, rules, target, opening)
+    opened, made = planned(source, tp, overrides, rules, None, opening)
+    if theirs:
+        return compared(opened, made, theirs, as_json)
     if target:
-        _write(target, made.dumps())
+        write_text(target, made.dumps())
+    from tpconvert.report import plan_report, plan_text
+
     report = plan_report(made, fold=not every)
     click.echo(json.dumps(made.to_json() | {"report": report.to_json()}) if as_json else plan_text(report))
-    _say_notes(opened)
+    say_notes(opened)
 
 
 @main.command()
@@ -153,11 +184,11 @@ def shard(
     from tpconvert.checkpoint import shard as write
     from tpconvert.progress import progress_bar
 
-    opened, made = _planned(source, tp, overrides, rules, plan_file, opening)
+    opened, made = planned(source, tp, overrides, rules, plan_file, opening)
     weights = opened.weights()
     with progress_bar("sharding") as progress:
         manifest = write(weights, made, Path(out), force=force, progress=progress)
-    _say_notes(opened)
+    say_notes(opened)
     click.echo(f"{out}: {len(manifest.tensors)} tensors for {manifest.tp} ranks.")
 
 
@@ -191,19 +222,19 @@ def verify(
     if twin and (folder or plan_file):
         raise click.UsageError("--twin verifies a smaller model: neither a folder nor a plan is of its size.")
     if folder:
-        made = _plan_of_folder(Path(folder), tp, overrides, () if emulate else rules, plan_file)
-        opened = _opened(source, opening)
+        made = plan_of_folder(Path(folder), tp, overrides, () if emulate else rules, plan_file)
+        opened = open_named(source, opening)
     else:
-        _check_plan_options(tp, overrides, rules, plan_file, emulate)
-        opened = _opened(source, opening)
+        check_plan_options(tp, overrides, rules, plan_file, emulate)
+        opened = open_named(source, opening)
         if twin:
             from tpconvert.source import twin as shrink
 
             opened = shrink(opened)
-        made = _plan_of(opened, tp, overrides, rules, plan_file)
+        made = plan_of(opened, tp, overrides, rules, plan_file)
     proof = prove(opened, made, folder=Path(folder) if folder else None, emulate=emulate, rules=rules)
     if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks for all
-        _say_notes(opened)
+        say_notes(opened)
         click.echo(json.dumps(proof.to_json()) if as_json else proof_text(proof, every=every))
     if not proof.equal:
         sys.exit(1)
@@ -284,95 +315,3 @@ def inspect(folder: str, check: bool, as_json: bool, every: bool) -> None:
         raise CheckpointError(f"{folder}: {' '.join(seen.faults)}", hint="Restore the files, or make the folder again.")
     if check:
         click.echo("Every byte is as it was written.", err=True)
-
-
-def _planned(
-    source: str,
-    tp: int | None,
-    overrides: tuple[str, ...],
-    rules: tuple[str, ...],
-    plan_file: str | None,
-    opening: dict[str, Any],
-) -> tuple[Source, Plan]:
-    _check_plan_options(tp, overrides, rules, plan_file)
-    opened = _opened(source, opening)
-    return opened, _plan_of(opened, tp, overrides, rules, plan_file)
-
-
-def _opened(source: str, opening: dict[str, Any]) -> Source:
-    from tpconvert.source import open_source
-
-    return open_source(source, **opening)
-
-
-def _plan_of(
-    opened: Source, tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None
-) -> Plan:
-    if plan_file:
-        return _read_plan(Path(plan_file), tp)
-    from tpconvert.planning import make_plan
-    from tpconvert.source.blame import blaming
-
-    with blaming(f"{opened.name} failed while it was traced"):
-        return make_plan(
-            opened.module,
-            opened.inputs,
-            tp=tp or 1,
-            overrides=overrides,
-            rules=tuple(map(Path, rules)),
-            source=opened.description,
-        )
-
-
-def _check_plan_options(
-    tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None, emulate: bool = False
-) -> None:
-    if plan_file and (overrides or (rules and not emulate)):  # which finds the axes of the recorded graph anew
-        raise click.UsageError("--plan is a plan already made: --set and --rules have no effect on it.")
-    if tp is None and not plan_file:
-        raise click.UsageError("Missing option '--tp'.")
-
-
-def _plan_of_folder(
-    folder: Path, tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None
-) -> Plan:
-    """The plan a folder was sharded by: what lies there is to be proved, not what would be made today."""
-    from tpconvert.checkpoint import read_manifest, read_plan
-
-    if overrides or rules or plan_file:
-        raise click.UsageError("A folder brings its own plan: --plan, --set and --rules have no effect on it.")
-    degree = read_manifest(folder).tp
-    if tp not in (None, degree):
-        raise PlanError(f"{folder} is cut for {degree} ranks, not {tp}.", hint=f"Leave --tp out, or use --tp {degree}.")
-    return read_plan(folder)
-
-
-def _read_plan(path: Path, tp: int | None) -> Plan:
-    from tpconvert.spec.plan import Plan
-
-    try:
-        plan = Plan.loads(path.read_text("utf-8"))
-    except (FileNotFoundError, IsADirectoryError):
-        raise PlanError(f"--plan: there is no file {path}.") from None
-    except UnicodeDecodeError:
-        raise PlanError(f"{path}: the plan is not JSON.") from None
-    if tp not in (None, plan.tp):
-        raise PlanError(f"{path} is a plan for tp={plan.tp}, not {tp}.", hint=f"Leave --tp out, or use --tp {plan.tp}.")
-    return plan
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file in one step: a full disk leaves what was there."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, "utf-8")
-        partial.replace(path)
-    except FileNotFoundError:
-        raise PlanError(f"{path}: there is no folder {path.parent}.") from None
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _say_notes(opened: Source) -> None:
-    for note in opened.notes:
-        click.echo(f"note: {note}", err=True)

@@ -1,0 +1,165 @@
+"""What commands share: a SOURCE opened, a plan made or read, as the options say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tpconvert.errors import PlanError
+
+if TYPE_CHECKING:
+    from tpconvert.source import Source
+    from tpconvert.spec.plan import Plan
+
+
+def planned(
+    source: str,
+    tp: int | None,
+    overrides: tuple[str, ...],
+    rules: tuple[str, ...],
+    plan_file: str | None,
+    opening: dict[str, Any],
+) -> tuple[Source, Plan]:
+    """The SOURCE, opened, and a plan for it."""
+    check_plan_options(tp, overrides, rules, plan_file)
+    opened = open_named(source, opening)
+    return opened, plan_of(opened, tp, overrides, rules, plan_file)
+
+
+def told_as(
+    form: str,
+    source: str,
+    tp: int | None,
+    overrides: tuple[str, ...],
+    rules: tuple[str, ...],
+    target: Path | None,
+    opening: dict[str, Any],
+) -> None:
+    """Print or write the plan in the words of another library, and what had to stay whole for that."""
+    from tpconvert.formats import dtensor, transformers
+    from tpconvert.formats.express import express
+    from tpconvert.source.blame import blaming
+
+    check_plan_options(tp, overrides, rules, None)
+    opened = open_named(source, opening)
+    module = opened.module
+    abilities = transformers.abilities(module) if form == "transformers" else dtensor.ABILITIES
+    with blaming(f"{opened.name} failed while it was traced"):
+        found = express(
+            module,
+            opened.inputs,
+            tp=tp or 1,
+            abilities=abilities,
+            overrides=overrides,
+            rules=rules,
+            source=opened.description,
+        )
+    if form == "transformers":
+        text = json.dumps(transformers.tp_plan(module, found), indent=2) + "\n"
+    else:
+        text = dtensor.dtensor_code(module, found)
+    if target:
+        write_text(target, text)
+    else:
+        click.echo(text, nl=False)
+    for note in (*found.notes(), *opened.notes):
+        click.echo(f"note: {note}", err=True)
+
+
+def compared(opened: Source, made: Plan, theirs: str, as_json: bool) -> None:
+    """Print how a tp_plan agrees with ours; exit 0 where it does, 1 where not."""
+    from tpconvert.formats.agreement import OWN, agreement, agreement_text, read_tp_plan
+
+    found = agreement(opened.module, made, None if theirs == OWN else read_tp_plan(Path(theirs)))
+    click.echo(json.dumps(found.to_json()) if as_json else agreement_text(found, opened.name))
+    say_notes(opened)
+    if not found.agree:
+        sys.exit(1)
+
+
+def open_named(source: str, opening: dict[str, Any]) -> Source:
+    """The SOURCE, opened."""
+    from tpconvert.source import open_source
+
+    return open_source(source, **opening)
+
+
+def plan_of(
+    opened: Source, tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None
+) -> Plan:
+    """A plan of an opened SOURCE: that of a file, or a new one."""
+    if plan_file:
+        return read_plan(Path(plan_file), tp)
+    from tpconvert.planning import make_plan
+    from tpconvert.source.blame import blaming
+
+    with blaming(f"{opened.name} failed while it was traced"):
+        return make_plan(
+            opened.module,
+            opened.inputs,
+            tp=tp or 1,
+            overrides=overrides,
+            rules=tuple(map(Path, rules)),
+            source=opened.description,
+        )
+
+
+def check_plan_options(
+    tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None, emulate: bool = False
+) -> None:
+    """Refuse options that have no effect beside others."""
+    if plan_file and (overrides or (rules and not emulate)):  # which finds the axes of the recorded graph anew
+        raise click.UsageError("--plan is a plan already made: --set and --rules have no effect on it.")
+    if tp is None and not plan_file:
+        raise click.UsageError("Missing option '--tp'.")
+
+
+def plan_of_folder(
+    folder: Path, tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None
+) -> Plan:
+    """The plan a folder was sharded by: what lies there is to be proved, not what would be made today."""
+    from tpconvert.checkpoint import read_manifest, read_plan
+
+    if overrides or rules or plan_file:
+        raise click.UsageError("A folder brings its own plan: --plan, --set and --rules have no effect on it.")
+    degree = read_manifest(folder).tp
+    if tp not in (None, degree):
+        raise PlanError(f"{folder} is cut for {degree} ranks, not {tp}.", hint=f"Leave --tp out, or use --tp {degree}.")
+    return read_plan(folder)
+
+
+def read_plan(path: Path, tp: int | None) -> Plan:
+    """A plan from a file."""
+    from tpconvert.spec.plan import Plan
+
+    try:
+        plan = Plan.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise PlanError(f"--plan: there is no file {path}.") from None
+    except UnicodeDecodeError:
+        raise PlanError(f"{path}: the plan is not JSON.") from None
+    if tp not in (None, plan.tp):
+        raise PlanError(f"{path} is a plan for tp={plan.tp}, not {tp}.", hint=f"Leave --tp out, or use --tp {plan.tp}.")
+    return plan
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one step: a full disk leaves what was there."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, "utf-8")
+        partial.replace(path)
+    except FileNotFoundError:
+        raise PlanError(f"{path}: there is no folder {path.parent}.") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def say_notes(opened: Source) -> None:
+    """Tell what was assumed in opening a SOURCE."""
+    for note in opened.notes:
+        click.echo(f"note: {note}", err=True)
