@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -86,6 +87,18 @@ def differentiated(self: Mlp, h: Tensor) -> Tensor:
     return self.b(torch.func.grad(lambda t: t.softmax(-1).square().sum())(h))
 
 
+def given_data(self: Mlp, h: Tensor) -> Tensor:
+    own = torch.empty(0)
+    own.data = h.detach()
+    return self.b(h) * own.softmax(-1).amax()
+
+
+def conditional(self: Mlp, h: Tensor) -> Tensor:
+    return torch.cond(
+        torch.tensor(True), lambda t: self.b(h.softmax(-1)) * t, lambda t: self.b(h) * t, (h.new_ones(1),)
+    )
+
+
 BETWEEN: dict[str, Callable[[Mlp, Tensor], Tensor]] = {
     "script": lambda self, h: self.b(shares(h)),
     "script beside": lambda self, h: self.b(h) * shares(h).amax(),
@@ -97,8 +110,15 @@ BETWEEN: dict[str, Callable[[Mlp, Tensor], Tensor]] = {
     "vmap of a module": mapped_module,
     "func.grad": differentiated,
     "a parameter made on the way": wrapped,
+    "memory under another name": lambda self, h: self.b(h) * copy.copy(h.detach()).softmax(-1).amax(),
+    "memory given away": lambda self, h: self.b(h) * torch.from_dlpack(h.detach()).softmax(-1).amax(),
+    "data of another": given_data,
+    "functions given to an op": conditional,
     "no mode sees it": lambda self, h: self.b(without_a_trace(h)),
 }
+
+READ = ("script of a number", "memory under another name", "memory given away", "data of another")
+WHYS = dict.fromkeys(READ, "Python reads its values")
 
 ROWS = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
 
@@ -118,8 +138,7 @@ def compared(mesh: Mesh, name: str, planned: str) -> str | None:
 def test_what_is_computed_unseen_is_whole_and_the_model_equal(name: str, run_ranks: Callable[..., list[Any]]) -> None:
     plan = make_plan(*built(name), tp=2)
     assert not plan["a.weight"].layout.cut
-    why = "Python reads its values" if name == "script of a number" else WHY
-    assert why in plan["a.bias"].reason
+    assert WHYS.get(name, WHY) in plan["a.bias"].reason
     assert run_ranks(compared, 2, name, plan.dumps())[0] is None
 
 

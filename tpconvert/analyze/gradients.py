@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointFunction
 
 from tpconvert.analyze.trees import tensors_in
+from tpconvert.analyze.unseen import WHY, enclosed
 
 FUNCTION = "it has a backward of its own, which need not be linear (a rule says that it is)"
 HOOK = "a hook on its gradient must see all of it"
@@ -31,10 +32,20 @@ WATCHING = {
 """Calls after which somebody else sees the gradient of a value; the op that notes them gives the value as it is."""
 
 
-def watch(recorder: Any, name: str, args: Any, kwargs: Any) -> None:
-    """Note that the gradient of a value is seen here: of the first argument, or of all that it is computed from."""
+def watches(func: Any, name: str) -> bool:
+    """Whether an op lets code see gradients, or runs functions that it is given, such as ``torch.cond``."""
+    return name in WATCHING or isinstance(func, torch._ops.HigherOrderOperator)
+
+
+def watch(recorder: Any, func: Any, name: str, args: Any, kwargs: Any) -> None:
+    """Note that the gradient of a value is seen here: of the first argument, or of all that it is computed from.
+
+    Of an op that runs functions, all the tensors that these hold.
+    """
     values = [recorder.node_for(t) for t in tensors_in((args, kwargs))]
-    if WATCHING[name] is HOOK:
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        values = [recorder.node_for(t) for t in enclosed((args, kwargs))]
+    elif WATCHING[name] is HOOK:
         values = values[:1]
         if has_own_backward(values[0]):
             return  # it sees all of it anyway; torch's own module hooks stand at such values
@@ -44,7 +55,9 @@ def watch(recorder: Any, name: str, args: Any, kwargs: Any) -> None:
         return
     tensor = values[0].meta["val"]
     node = recorder.graph.create_node("call_function", Watched(name, args), tuple(values))
-    node.meta.update(op=name.strip("."), call=recorder.stack[-1] if recorder.stack else None, why=WATCHING[name])
+    node.meta.update(
+        op=name.strip("."), call=recorder.stack[-1] if recorder.stack else None, why=WATCHING.get(name, WHY)
+    )
     node.meta.update(val=tensor, shape=tuple(tensor.shape), grad=False, watches=True)
     if any(n in recorder.by_data for n in values):
         recorder.by_data.add(node)
@@ -62,7 +75,9 @@ def has_own_backward(node: fx.Node) -> bool:
 
 
 def is_foreign(func: Any) -> bool:
-    """Whether an op is of a library of its own, and so may have any backward."""
+    """Whether an op is of a library of its own, or runs functions that it is given, and so may have any backward."""
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return True
     if isinstance(func, torch._ops.OpOverloadPacket):
         return func._qualified_op_name.partition("::")[0] not in ("aten", "prim", "prims")
     return isinstance(func, torch._ops.OpOverload) and func.namespace not in ("aten", "prim", "prims")

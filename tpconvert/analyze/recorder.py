@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from tpconvert.analyze.entering import Entered
-from tpconvert.analyze.gradients import WATCHING, is_foreign, showing_functions, watch
+from tpconvert.analyze.gradients import is_foreign, showing_functions, watch, watches
 from tpconvert.analyze.provenance import Expression, Formulas, Int, dims_read
 from tpconvert.analyze.running import descending_into_functionals, forward_failed, runs_in
 from tpconvert.analyze.shadow import QUESTIONS
@@ -24,6 +24,9 @@ Inputs = Mapping[str, Any] | tuple[Any, ...]
 
 CONCRETE = QUESTIONS | {"__len__", "__hash__"}
 """Asks for Python values, of the tensor's entries or of the tensor itself; they leave no node."""
+
+EXPORTS = frozenset(["untyped_storage", "storage", "__dlpack__", "__array__", "data_ptr"])
+"""Give the memory itself away, to code that no mode sees."""
 
 DATA_SHAPED = frozenset(["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"])
 """Ops whose result has a shape that hangs on values."""
@@ -168,6 +171,8 @@ class Recorder(TorchFunctionMode):
         if name in QUESTIONS and self.stack:
             self.stack[-1].asked = self.stack[-1].asked or name
             self.read |= {self.node_for(t) for t in tensors_in((args, kwargs))}
+        if name in EXPORTS or (name == "__set__" and func.__self__.__name__ == "data"):
+            self.read |= {self.node_for(t) for t in tensors_in((args, kwargs))}
         if name in ("__len__", "numel", "nelement") and self.stack:
             node = self.node_for(args[0])
             self.stack[-1].sized += [(node, i) for i in range(1 if name == "__len__" else len(node.meta["shape"]))]
@@ -179,8 +184,8 @@ class Recorder(TorchFunctionMode):
         if name in CONCRETE and self.shadow is None:
             return func(*args, **kwargs)
         out = self.shadow.execute(self, func, name, args, kwargs) if self.shadow is not None else func(*args, **kwargs)
-        if name in WATCHING:
-            watch(self, name, args, kwargs)
+        if watches(func, name):
+            watch(self, func, name, args, kwargs)
         if name in CONCRETE or name == ".grad_fn":
             return out
         inplace = is_inplace(name, kwargs)

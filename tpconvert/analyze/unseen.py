@@ -7,11 +7,13 @@ gets one *unseen* op over those values.  No rule says what it does to their dims
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._C._functorch import maybe_current_level
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +33,8 @@ def transforming() -> bool:
 class Below(TorchDispatchMode):
     """Notes what ops that no torch function shows compute, and from what."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, recorder: Any) -> None:
         super().__init__()
         self.recorder = recorder
@@ -42,7 +46,7 @@ class Below(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.covered:
+        if self.covered or not isinstance(func, torch._ops.OpOverload):  # torch.cond and its like: their parts come too
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             sources = self.of_all((args, kwargs))
@@ -90,6 +94,10 @@ class Below(TorchDispatchMode):
 
     def of(self, tensor: torch.Tensor) -> Sources:
         """A recorded tensor itself, or what a tensor was computed from as far as that was noted."""
+        with torch._C.DisableTorchFunction():  # or looking at it would be recorded
+            return self._of(tensor)
+
+    def _of(self, tensor: torch.Tensor) -> Sources:
         nodes, names = self.recorder.nodes, self.recorder.names
         if id(tensor) in nodes:
             return {nodes[id(tensor)]: None}
@@ -162,9 +170,38 @@ class _Replay(torch.autograd.Function):
         return None, *(next(found) if t.requires_grad else None for t in op.operands)
 
 
+def enclosed(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors that functions among an op's arguments hold: ``torch.cond`` runs them where no mode sees it."""
+    pending, seen = [tree], set()
+    while pending:
+        here = pending.pop()
+        if id(here) in seen:
+            continue
+        seen.add(id(here))
+        if isinstance(here, torch.Tensor):
+            yield here
+        elif isinstance(here, nn.Module):
+            yield from (*here.parameters(), *here.buffers())
+        elif isinstance(here, tuple | list):
+            pending += here
+        elif isinstance(here, dict):
+            pending += here.values()
+        elif isinstance(here, partial):
+            pending += [here.func, here.args, here.keywords]
+        elif isinstance(here, MethodType):
+            pending += [here.__self__, here.__func__]
+        elif isinstance(here, FunctionType):
+            pending += [c.cell_contents for c in here.__closure__ or () if c != _EMPTY]
+            pending += [here.__defaults__, here.__kwdefaults__]
+
+
+_EMPTY = CellType()
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """What tensors on the same memory have in common."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunction():
+            return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return -id(tensor)
