@@ -29,6 +29,8 @@ def hindrance(ax: Axes, call: Call) -> str:
         return "it makes a number of a size of its inputs"
     if call.asked:
         return f"it branches on values ({call.asked})"
+    if hooked := next((c.module for c in ax.trace.calls if c.parent is call and c.hooked), None):
+        return f"what the hooks of {hooked} do would be done twice"
     return f"it sets {call.assigned}, which others may read" if call.assigned else ""
 
 

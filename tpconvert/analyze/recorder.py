@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from tpconvert.analyze.entering import Entered
 from tpconvert.analyze.gradients import is_foreign, showing_functions, watch, watches
+from tpconvert.analyze.hooks import sees_inputs, sees_outputs, standing_inside
 from tpconvert.analyze.provenance import Expression, Formulas, Int, dims_read
 from tpconvert.analyze.running import descending_into_functionals, forward_failed, runs_in
 from tpconvert.analyze.shadow import QUESTIONS
@@ -112,6 +113,8 @@ class Recorder(TorchFunctionMode):
         path_of: dict[int, str] = {}
         for path, module in self.module.named_modules(remove_duplicate=False):
             path_of.setdefault(id(module), path)
+        seen_in = {m for m in self.module.modules() if sees_inputs(m)}
+        seen_out = {m for m in self.module.modules() if sees_outputs(m)}
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self.blind():
@@ -123,8 +126,15 @@ class Recorder(TorchFunctionMode):
             call.inputs = dict(self.slots(args, "args")) | dict(self.slots(kwargs, "kwargs"))
             call.constants = dict(constant_slots(args, "args")) | dict(constant_slots(kwargs, "kwargs"))
             call.arguments = (self.map(args), self.map(kwargs))
+            call.hooked = module in seen_in | seen_out
+            if module in seen_in:
+                self.read |= set(call.inputs.values())
             self.calls.append(call)
             self.stack.append(call)
+
+        def given(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self.blind():
+                self.read |= {node for _, node in self.slots((args, kwargs))}
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self.blind():
@@ -134,13 +144,16 @@ class Recorder(TorchFunctionMode):
             call.end = len(self.graph.nodes)
             call.result = self.map(output)
             call.plain = is_plain(output)
+            if module in seen_out:
+                self.read |= set(call.outputs.values())
 
         with ExitStack() as stack:
             for module in self.module.modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
-                stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+                if module in seen_in:
+                    stack.callback(module.register_forward_pre_hook(given, prepend=True, with_kwargs=True).remove)
+                stack.enter_context(standing_inside(module, before, after))
             yield
 
     # -- recording ----------------------------------------------------------------------------------------

@@ -1,0 +1,65 @@
+"""Where the recorder stands among a module's hooks: inside the user's, as the collectives at its boundaries do."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+
+@contextmanager
+def standing_inside(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
+    """Call ``before`` after the user's input hooks, ``after`` before the user's output hooks.
+
+    What those hooks do is then the caller's, and what they return is what the module is given and gives.  Hooks of
+    this package belong to the module.
+    """
+    with ExitStack() as stack:
+        stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        hooks = module._forward_pre_hooks
+        for key in list(hooks)[_last_of_user(hooks) + 1 : -1]:
+            hooks.move_to_end(key)
+        stack.callback(module.register_forward_hook(after, prepend=True, with_kwargs=True).remove)
+        hooks = module._forward_hooks
+        for key in reversed(list(hooks)[1 : _first_of_user(hooks, 1)]):
+            hooks.move_to_end(key, last=False)
+        yield
+
+
+def sees_inputs(module: nn.Module) -> bool:
+    """Whether a hook of the user's may look at what the module is given."""
+    hooks = [h for h in module._forward_hooks.values() if _of_user(h)]
+    return _last_of_user(module._forward_pre_hooks) >= 0 or any(map(_looks_at_inputs, hooks))
+
+
+def sees_outputs(module: nn.Module) -> bool:
+    """Whether a hook of the user's may look at what the module gives."""
+    return _first_of_user(module._forward_hooks) < len(module._forward_hooks)
+
+
+def _looks_at_inputs(hook: Any) -> bool:
+    """Whether an output hook may look at its second argument: a plain function that never names it does not."""
+    code = getattr(hook, "__code__", None) if inspect.isfunction(hook) else None
+    if code is None or code.co_argcount < 3 or "locals" in code.co_names:
+        return True
+    name = code.co_varnames[1]
+    named = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in dis.get_instructions(code))
+    return name in code.co_cellvars or any(name in names for names in named)
+
+
+def _last_of_user(hooks: OrderedDict[int, Any]) -> int:
+    return max((i for i, hook in enumerate(hooks.values()) if _of_user(hook)), default=-1)
+
+
+def _first_of_user(hooks: OrderedDict[int, Any], start: int = 0) -> int:
+    return next((i for i, hook in enumerate(hooks.values()) if i >= start and _of_user(hook)), len(hooks))
+
+
+def _of_user(hook: Any) -> bool:
+    """Whether a hook is not of this package; a callable object is of the module of its class."""
+    return not str(getattr(hook, "__module__", "")).startswith("tpconvert.")
