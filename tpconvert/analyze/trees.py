@@ -10,10 +10,16 @@ from typing import Any
 import torch
 
 
+LEAVES = (str, int, float, complex, torch.dtype, torch.device, type(None))
+"""What is in nearly all arguments and holds nothing, so that walks need not look."""
+
+
 def tensor_slots(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """``(slot, tensor)`` of each tensor in nested tuples, lists, mappings and dataclasses."""
     if isinstance(tree, torch.Tensor):
         yield prefix, tree
+        return
+    if isinstance(tree, LEAVES):
         return
     for key, value in children(tree):
         yield from tensor_slots(value, f"{prefix}.{key}" if prefix else key)
@@ -93,8 +99,14 @@ def tensors_below(tree: Any) -> Iterator[torch.Tensor]:
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """The tensors of :func:`tensor_slots`, without their slots."""
-    for _, tensor in tensor_slots(tree):
-        yield tensor
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from tensors_in(item)
+    elif not isinstance(tree, LEAVES):
+        for _, value in children(tree):
+            yield from tensors_in(value)
 
 
 class Held(str):
