@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-
 LEAVES = (str, int, float, complex, torch.dtype, torch.device, type(None))
 """What is in nearly all arguments and holds nothing, so that walks need not look."""
 
