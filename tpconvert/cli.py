@@ -200,6 +200,9 @@ def shard(
 @click.option("--plan", "plan_file", metavar="FILE", help="Use this plan.json instead of making one.")
 @click.option("--twin", is_flag=True, help="Verify a shrunk twin of the same classes, for a model too large to run.")
 @click.option("--emulate", is_flag=True, help="All ranks in lockstep in one process, op by op: seconds.")
+@click.option(
+    "--sequence-parallel", is_flag=True, help="Converted so that between regions ranks have slices of tokens."
+)
 @json_option
 @all_option
 def verify(
@@ -211,6 +214,7 @@ def verify(
     plan_file: str | None,
     twin: bool,
     emulate: bool,
+    sequence_parallel: bool,
     as_json: bool,
     every: bool,
     **opening: Any,
@@ -232,7 +236,14 @@ def verify(
 
             opened = shrink(opened)
         made = plan_of(opened, tp, overrides, rules, plan_file)
-    proof = prove(opened, made, folder=Path(folder) if folder else None, emulate=emulate, rules=rules)
+    proof = prove(
+        opened,
+        made,
+        folder=Path(folder) if folder else None,
+        emulate=emulate,
+        rules=rules,
+        sequence_parallel=sequence_parallel,
+    )
     if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks for all
         say_notes(opened)
         click.echo(json.dumps(proof.to_json()) if as_json else proof_text(proof, every=every))

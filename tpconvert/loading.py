@@ -19,12 +19,14 @@ def load(
     *,
     module: nn.Module | None = None,
     gather_output: bool = True,
+    sequence_parallel: bool = False,
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """This rank's part of the model in ``folder``, on the mesh's device, in evaluation mode.
 
     The module's class is the one the folder was made of.  Give ``module``, its parameters whole or on meta, where it
-    cannot be built from the folder: a model of a function that has moved.
+    cannot be built from the folder: a model of a function that has moved.  ``gather_output`` and ``sequence_parallel``
+    are those of :func:`tpconvert.parallelize`.
     """
     folder = Path(folder)
     degree = read_manifest(folder).tp
@@ -39,6 +41,6 @@ def load(
         name = str(folder) if stored else str(plan.source.get("name", ""))
         task = plan.source.get("task") if stored else None
         module = open_source(name, task=task, trust_remote_code=trust_remote_code and stored).module
-    parallelize(module, plan, mesh, gather_output=gather_output)
+    parallelize(module, plan, mesh, gather_output=gather_output, sequence_parallel=sequence_parallel)
     load_local(module, load_rank(folder, mesh.rank))
     return module.to(mesh.device).eval()

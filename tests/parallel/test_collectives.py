@@ -5,15 +5,19 @@ import torch
 
 from tpconvert.parallel import collectives
 from tpconvert.parallel.collectives import (
+    all_gather,
     copy,
     copy_own,
     copy_shared,
     copy_span,
     gather,
+    gather_slices,
     once,
     parts_of,
     reduce,
+    reduce_scatter,
     scatter,
+    scatter_slices,
 )
 from tpconvert.parallel.mesh import dry_mesh
 from tpconvert.spec.layout import Block, Layout
@@ -92,6 +96,40 @@ def shared_rows(mesh):
     torch.testing.assert_close(g[:, :3], sum(grads[r][:, :3] for r in mates))
     torch.testing.assert_close(g[:, 3:5], sum(grads)[:, 3:5])
     torch.testing.assert_close(g[:, 5:], grads[mesh.rank][:, 5:])
+
+
+def slices(mesh, dim):
+    shape = [2, 3, 2]
+    shape[dim] *= mesh.degree
+    size = shape[dim] // mesh.degree
+    mine = slice(mesh.rank * size, (mesh.rank + 1) * size)
+
+    def own(x):
+        return x.movedim(dim, 0)[mine].movedim(0, dim)
+
+    wholes, whole = [value(r, *shape) for r in range(mesh.degree)], value(50, *shape)
+    for function, x, y, grad, expected in (
+        (gather_slices, own(whole), whole, wholes[0], own(wholes[0])),
+        (all_gather, own(whole), whole, wholes[mesh.rank], own(sum(wholes))),
+        (scatter_slices, whole, own(whole), own(wholes[0]), wholes[0]),
+        (reduce_scatter, wholes[mesh.rank], own(sum(wholes)), own(whole), whole),
+    ):
+        found, g = run_through(lambda x, f=function: f(x, dim, mesh), x, mesh, grad.contiguous())
+        torch.testing.assert_close(found, y, msg=f"{function.__name__} forward")
+        torch.testing.assert_close(g, expected, msg=f"{function.__name__} backward")
+        run_through(lambda x, f=function: f(x, dim, mesh).mul_(2), x, mesh, grad.contiguous())  # may be written into
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_slices_are_joined_and_made_along_any_dim(run_ranks, degree, dim):
+    run_ranks(slices, degree, dim)
+
+
+@pytest.mark.parametrize("function", [all_gather, gather_slices, reduce_scatter, scatter_slices])
+def test_a_slice_of_a_dry_mesh_is_all_but_the_last(function):
+    joins = function in (all_gather, gather_slices)
+    assert function(torch.zeros(2, 5, 3), 1, dry_mesh(0, 4)).shape == (2, 6 if joins else 4, 3)
 
 
 @pytest.mark.parametrize("degree", DEGREES)

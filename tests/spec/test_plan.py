@@ -5,7 +5,8 @@ import pytest
 
 from tpconvert.errors import PlanError
 from tpconvert.spec.layout import Block, Layout
-from tpconvert.spec.plan import Axis, Boundary, Edit, Plan, Rewrite, Verdict
+from tpconvert.spec.plan import Axis, Boundary, Edit, Plan, Rewrite, Switch, Verdict
+from tpconvert.spec.sliced import sliced_form, with_sliced_form
 
 PLAN = Plan(
     2,
@@ -29,6 +30,37 @@ PLAN = Plan(
 
 def test_the_text_gives_the_plan_back():
     assert Plan.loads(PLAN.dumps()) == PLAN
+
+
+def sliced_plan() -> Plan:
+    """``PLAN`` with a form in which a sum is sliced, a copy is further out, and a norm works on slices."""
+    norm = replace(PLAN["norm.weight"], sum_grad=False)
+    plain = replace(PLAN, verdicts=(PLAN.verdicts[0], norm, *PLAN.verdicts[2:]))
+    outer = Boundary("all_gather", "block", "input", ("args.0",), shape=(2, 4), dim=1)
+    form = replace(
+        plain,
+        verdicts=PLAN.verdicts,
+        boundaries=(replace(PLAN.boundaries[1], kind="reduce_scatter", dim=1), outer),
+        switches=(Switch("drop", "input", True),),
+    )
+    return with_sliced_form(plain, form, (("args.0", 1),))
+
+
+def test_the_sliced_form_is_kept_as_what_differs():
+    plan = sliced_plan()
+    assert [(b.sliced, b.moved) for b in plan.boundaries] == [(None, True), (1, False)]
+    assert [b.kind for b in plan.slices.boundaries] == ["all_gather"]
+    assert plan["norm.weight"].on_slices and not plan["norm.weight"].sum_grad
+    form = sliced_form(plan)
+    assert [b.kind for b in form.boundaries] == ["reduce_scatter", "all_gather"]
+    assert form.boundaries[0].dim == 1 and form["norm.weight"].sum_grad and form.switches[0].cut
+    assert Plan.loads(plan.dumps()) == plan
+    assert sliced_form(Plan.loads(plan.dumps())) == form
+
+
+def test_a_plan_without_a_sliced_form_says_why():
+    with pytest.raises(PlanError, match="cannot be sequence parallel: its plan was made without looking for slices"):
+        sliced_form(PLAN)
 
 
 def test_fields_at_their_default_are_left_out():
@@ -86,7 +118,7 @@ def damaged(path, value):
         (["verdicts", 0, "shape"], [7, 4], r"up.weight: the layout .* does not fit its shape \[7, 4\]"),
         (["verdicts", 0, "shape"], ["8", 4], "no whole numbers"),
         (["verdicts", 0, "layout"], {"dim": 0, "blocks": [[-8, 1]]}, "no block"),
-        (["boundaries", 0, "kind"], "sum", "boundary 'sum' at mlp, not one of copy, reduce, gather, scatter"),
+        (["boundaries", 0, "kind"], "sum", "boundary 'sum' at mlp, not one of reduce, reduce_scatter, gather"),
         (["verdicts"], None, "cannot be read"),
     ],
 )

@@ -67,6 +67,29 @@ def test_twenty_steps_equal_plain_training_of_the_whole_model(run_ranks, tmp_pat
         assert torch.allclose(weights[name].double(), tensor, atol=1e-6), name
 
 
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 2)])
+def test_training_with_slices_of_the_sequence_is_plain_training(run_ranks, tmp_path: Path, tp: int, dp: int):
+    config = settings(tmp_path, optimizer="adamw", clip=0.5, micro_batch_size=4 // dp)
+    config = changed(config, parallelism={"sequence_parallel": True, "activation_checkpointing": "full"})
+    folder = make_folder(tmp_path / "model", tp, by_hand=False)
+    every = run_ranks(run, tp, folder, config, tmp_path / "run", dp=dp)
+    _, losses = train_plainly(config)
+    for ours in every:
+        assert worst(ours, losses) < 1e-9
+
+
+def test_a_length_that_ranks_cannot_share_is_told_before_training(run_ranks, tmp_path: Path):
+    config = changed(settings(tmp_path, seq_len=15), parallelism={"sequence_parallel": True})
+    every = run_ranks(refused, 2, make_folder(tmp_path / "model", 2, by_hand=False), config, tmp_path / "run")
+    assert every == [("seq_len 15 is no multiple of tp=2.", "training.seq_len=14")] * 2
+
+
+def refused(mesh, folder: Path, config: Config, output: Path) -> tuple[str, str]:
+    with pytest.raises(ConfigError) as error:
+        train(folder, config, mesh, output=output)
+    return error.value.message, error.value.hint.split()[1].rstrip(",")
+
+
 def test_accumulating_four_micro_batches_of_one_is_one_of_four_also_with_padding(run_ranks, tmp_path: Path):
     config = changed(
         settings(tmp_path), data={"pack": False, "documents": "line"}, training={"steps": 6, "seq_len": 30}

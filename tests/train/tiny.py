@@ -139,13 +139,15 @@ def plan_by_hand(module: nn.Module, tp: int, name: str):
     )
 
 
-def make_folder(out: Path, tp: int, function: str = "lm") -> Path:
+def make_folder(out: Path, tp: int, function: str = "lm", *, by_hand: bool = True) -> Path:
     """The sharded folder of one of the functions above."""
     from tpconvert.checkpoint import module_weights, shard
+    from tpconvert.planning import make_plan
 
     name = f"{__file__}:{function}"
-    module, _ = globals()[function]()
-    shard(module_weights(module), plan_by_hand(module, tp, name), out)
+    module, inputs = globals()[function]()
+    plan = plan_by_hand(module, tp, name) if by_hand else make_plan(module, inputs, tp=tp, source={"name": name})
+    shard(module_weights(module), plan, out)
     return out
 
 

@@ -215,6 +215,17 @@ def test_a_folder_of_another_degree_could_not_be_run(llama, folder):
 # -- other ways to run --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("emulate", [False, True])
+def test_a_model_with_slices_of_the_sequence_is_equal(llama, emulate):
+    result = verify(llama, "--tp", 2, "--sequence-parallel", *(["--emulate"] if emulate else []))
+    assert result.exit_code == 0, result.output
+
+
+def test_a_model_that_cannot_have_slices_could_not_be_run():
+    result = verify(name_of("mlp"), "--tp", 2, "--sequence-parallel")
+    assert result.exit_code == 2 and "cannot be sequence parallel" in result.stderr
+
+
 def test_emulation_compares_every_op_in_this_process(llama):
     data = json.loads(verify(llama, "--tp", 2, "--emulate", "--json").stdout)
     kinds = [c["kind"] for c in data["checks"]]

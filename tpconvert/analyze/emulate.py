@@ -20,9 +20,20 @@ from tpconvert.analyze.axes import is_many, stops_gradient, tensors
 from tpconvert.analyze.dealing import Deal
 from tpconvert.analyze.flow import Flow, Placed
 from tpconvert.analyze.forward import root_parameter
-from tpconvert.analyze.lockstep import copy, copy_shared, gather, reduce, scatter, zero_forward
+from tpconvert.analyze.lockstep import (
+    all_gather,
+    copy,
+    copy_shared,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+    zero_forward,
+)
+from tpconvert.analyze.states import is_op, reaches_all, seeing
 from tpconvert.analyze.terms import leaves
 from tpconvert.analyze.trees import Held
+from tpconvert.spec.layout import share
 
 
 @dataclass(slots=True)
@@ -64,10 +75,14 @@ class Lockstep:
         self.out = Emulation()
         self.copies: dict[fx.Node, list[Placed]] = defaultdict(list)
         self.scatters: dict[fx.Node, list[Placed]] = defaultdict(list)
-        for placed in flow.copies:
-            self.copies[placed.node].append(placed)
-        for placed in flow.scatters:
-            self.scatters[placed.node].append(placed)
+        self.joins: dict[fx.Node, list[Placed]] = defaultdict(list)
+        for found, all_placed in (
+            (self.copies, flow.copies),
+            (self.scatters, flow.scatters),
+            (self.joins, flow.joins),
+        ):
+            for placed in all_placed:
+                found[placed.node].append(placed)
 
     def run(self, seed: int) -> Emulation:
         """Forward, compare, backward, compare."""
@@ -92,7 +107,8 @@ class Lockstep:
         else:
             self.env[node] = [self.call(node, r) for r in self.ranks]
         if node in self.flow.reduced:
-            self.env[node] = reduce(self.env[node])
+            placed = self.flow.reduced[node]
+            self.env[node] = reduce(self.env[node]) if placed.sliced is None else self.crossed(placed, self.env[node])
         if node in self.flow.gathered:
             self.env[node] = gather(self.env[node], [self.indices(node, r) for r in self.ranks])
         if stops_gradient(node):
@@ -121,33 +137,29 @@ class Lockstep:
         self.env[node] = parts
 
     def place(self, node: fx.Node) -> None:
-        """Copies and scatters of a value: for all consumers, or for some."""
-        for placed in self.copies[node]:
-            everyone = placed.host is not None and placed.host.side == "output"
-            values = copy(self.env[node], placed.span)
-            if everyone:
-                self.env[node] = values
-            else:
-                self.show(placed, values)
-        for placed in self.scatters[node]:
-            self.show(placed, scatter(self.env[node], [self.indices(node, r) for r in self.ranks]))
+        """The other collectives of a value: first those that all consumers see, then those that some do."""
+        placed = [*self.joins[node], *self.copies[node], *self.scatters[node]]
+        some = [p for p in placed if not reaches_all(p)]
+        for p in placed:
+            if p not in some:
+                self.env[node] = self.crossed(p, self.env[node])
+        for p in some:
+            users = seeing(p)
+            values = next((self.seen[node, u] for u in users if (node, u) in self.seen), self.env[node])
+            self.seen |= dict.fromkeys(((node, u) for u in users), self.crossed(p, values))
 
-    def show(self, placed: Placed, values: list[Any]) -> None:
-        """Let the consumers of a collective, and no others, see its results."""
-        call = placed.host.call if placed.host is not None else None
-        for user in placed.node.users:
-            inside = (
-                call is not None
-                and user.op != "output"
-                and user.meta["call"] is not None
-                and user.meta["call"].inside(call)
-            )
-            if inside or user in placed.consumers:
-                self.seen[placed.node, user] = values
+    def crossed(self, placed: Placed, values: list[Any]) -> list[Any]:
+        """What is on the other side of a collective."""
+        if placed.kind == "copy":
+            return copy(values, placed.span)
+        across = {"gather": gather, "scatter": scatter, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
+        return across[placed.kind](values, [self.indices(placed.node, r, placed.sliced) for r in self.ranks])
 
     def call(self, node: fx.Node, rank: int) -> Any:
         """One op on one rank, with its local operands and sizes."""
         args, kwargs = localized(self.flow, node, lambda term: self.deal.size(term, rank))
+        if node in self.flow.local:
+            args, kwargs = self.shortened(node, args, kwargs, rank)
 
         def value(n: fx.Node) -> Any:
             return self.seen.get((n, node), self.env[n])[rank]
@@ -170,6 +182,20 @@ class Lockstep:
             return args[0]  # __setitem__ returns nothing
         return out if isinstance(out, torch.Tensor) else tensors(out)
 
+    def shortened(self, node: fx.Node, args: Any, kwargs: Any, rank: int) -> tuple[Any, Any]:
+        """The arguments with the length of this rank's slice in place of the number of tokens."""
+        dim = self.flow.sliced_dims[node]
+        first, last = self.slice(node, dim, rank)
+        tree: Any = [args, kwargs]
+        for site in self.ax.sites.get(node, ()):
+            if leaves(site.term) & leaves(self.ax.of(node)[dim]):
+                tree = replaced(tree, site.path, last - first)
+        return tuple(tree[0]), tree[1]
+
+    def slice(self, node: fx.Node, dim: int, rank: int) -> tuple[int, int]:
+        """The tokens that a rank holds."""
+        return share(self.ax.of(node)[dim].n, rank, self.deal.tp)
+
     def is_local(self, node: fx.Node) -> bool:
         """Whether an op works on parts."""
         return is_local(self.flow, node)
@@ -190,6 +216,9 @@ class Lockstep:
         worst = 0.0
         for rank, value in enumerate(have):
             want = self.deal.local(whole, dims, rank) if node in self.flow.cut else whole
+            if node in self.flow.sliced:
+                first, last = self.slice(node, self.flow.sliced[node], rank)
+                want = want.narrow(self.flow.sliced[node], first, last - first)
             worst = max(worst, relative(value, want, whole))
         call = node.meta["call"]
         self.out.forward.append(Difference(node.name, call.module if call else "", worst))
@@ -200,13 +229,11 @@ class Lockstep:
         losses: list[torch.Tensor] = [torch.zeros((), dtype=torch.float64) for _ in self.ranks]
         names = []
         for slot, node in self.ax.trace.outputs.items():
-            whole = node.meta["value"]
-            self.out.outputs.append(
-                Difference(slot, "", max(relative(v.detach(), whole, whole) for v in self.env[node]))
-            )
+            whole, have = node.meta["value"], self.returned(node)
+            self.out.outputs.append(Difference(slot, "", max(relative(v.detach(), whole, whole) for v in have)))
             if whole.is_floating_point() and node.meta["grad"]:
                 weight = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
-                losses = [total + (v * weight).sum() for total, v in zip(losses, self.env[node], strict=True)]
+                losses = [total + (v * weight).sum() for total, v in zip(losses, have, strict=True)]
                 names.append((node, weight))
         if not names or not self.leaves:
             return
@@ -223,9 +250,15 @@ class Lockstep:
             name = f"input {node.meta['slot']}" if node.meta["op"] == "input" else str(node.target)
             self.out.gradients.append(Difference(name, "", worst))
 
-    def indices(self, node: fx.Node, rank: int) -> tuple[int, torch.Tensor, int]:
-        """``(dim, indices, whole size)`` of the one cut dim of a value."""
+    def returned(self, node: fx.Node) -> list[Any]:
+        """What the model returns of a value."""
+        return next((self.seen[node, u] for u in node.users if (node, u) in self.seen and not is_op(u)), self.env[node])
+
+    def indices(self, node: fx.Node, rank: int, sliced: int | None = None) -> tuple[int, torch.Tensor, int]:
+        """``(dim, indices, whole size)`` of the one cut dim of a value, or of the one that is sliced."""
         dims = self.ax.of(node)
+        if sliced is not None:
+            return sliced, torch.arange(*self.slice(node, sliced, rank)), dims[sliced].n
         dim = next(i for i, t in enumerate(dims) if leaves(t) & self.flow.cut_atoms)
         return dim, self.deal.index(dims[dim], rank), dims[dim].n
 

@@ -53,8 +53,10 @@ def copy_shared(values: list[torch.Tensor], rows: list[torch.Tensor], size: int)
     return list(_Ranks.apply(lambda v: [x.clone() for x in v], backward, *values))  # type: ignore[no-untyped-call]
 
 
-def gather(values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor, int]]) -> list[torch.Tensor]:
-    """gather: parts joined forward, each rank's own part backward."""
+def gather(
+    values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor, int]], *, summed: bool = False
+) -> list[torch.Tensor]:
+    """gather: parts joined forward, each rank's own part backward, of its own gradient or of the sum of all."""
 
     def forward(parts: Any) -> Iterator[torch.Tensor]:
         dim, _, size = indices[0]
@@ -66,6 +68,7 @@ def gather(values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor, in
         return (whole.clone() for _ in parts)
 
     def backward(grads: Any) -> list[torch.Tensor]:
+        grads = [sum(grads[1:], grads[0])] * len(grads) if summed else grads
         return [g.index_select(dim, index) for g, (dim, index, _) in zip(grads, indices, strict=True)]
 
     return list(_Ranks.apply(forward, backward, *values))  # type: ignore[no-untyped-call]
@@ -92,3 +95,13 @@ def scatter(values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor, i
 def zero_forward(value: torch.Tensor) -> torch.Tensor:
     """once, on the other ranks: zeros forward, identity backward."""
     return value - value.detach()
+
+
+def all_gather(values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor, int]]) -> list[torch.Tensor]:
+    """all_gather: slices joined forward; backward the sum of the gradients, of which each rank takes its slice."""
+    return gather(values, indices, summed=True)
+
+
+def reduce_scatter(values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor, int]]) -> list[torch.Tensor]:
+    """reduce_scatter: of the sum each rank takes its slice forward; slices joined backward."""
+    return scatter(reduce(values), indices)

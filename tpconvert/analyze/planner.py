@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import re
+import copy
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
-from torch import fx, nn
+from torch import fx
 
 from tpconvert.analyze.axes import Axes
 from tpconvert.analyze.capture import Call
 from tpconvert.analyze.choose import DEAR, Candidate, Choice
 from tpconvert.analyze.edits import solve_edits
-from tpconvert.analyze.flow import Placed
+from tpconvert.analyze.flow import Flow, Placed
 from tpconvert.analyze.patterns import Classifier
 from tpconvert.analyze.randoms import switches
 from tpconvert.analyze.rewrites import UnsupportedError, rewrite
+from tpconvert.analyze.siblings import one_number_apart, same_class, wild, with_moved
 from tpconvert.analyze.terms import Term, blocks, leaves
 from tpconvert.spec.layout import Layout
-from tpconvert.spec.plan import Axis, Boundary, Plan, Rewrite, Verdict
+from tpconvert.spec.plan import Axis, Boundary, Kind, Plan, Rewrite, Verdict
 
 
 @dataclass(eq=False)
@@ -91,8 +92,21 @@ class Planner:
             axes=tuple(self.axes()),
             notes=tuple(self.ax.trace.notes),
         )
-        self.last = self.with_siblings(plan)
+        self.traced, self.last = plan, self.with_siblings(plan)
         return Draft(self.last, forbidden, early)
+
+    def sliced(self, flow: Flow, training: Any) -> tuple[Plan, dict[str, str]]:
+        """The sliced form of the last draft, by its flow; the modules that cannot draw numbers so, and why."""
+        other = copy.copy(self)
+        other.flow = flow
+        random = switches(flow, training)
+        plan = replace(
+            self.traced,
+            verdicts=tuple(other.verdicts()),
+            boundaries=tuple(other.boundaries()),
+            switches=tuple(random.switches),
+        )
+        return other.with_siblings(plan), random.refused
 
     def adds_up(self, path: str) -> bool:
         """Whether a module's own forward computes with pending sums, and has copies inside for that."""
@@ -232,9 +246,7 @@ class Planner:
         for call in self.ax.trace.calls:
             calls[call.module] += 1
         groups: dict[Boundary, list[tuple[int, Boundary]]] = defaultdict(list)
-        for placed in sorted(
-            self.flow.placed, key=lambda p: (_position(p), ("reduce", "gather", "copy", "scatter").index(p.kind))
-        ):
+        for placed in sorted(self.flow.placed, key=lambda p: (_position(p), get_args(Kind).index(p.kind))):
             if placed.host is not None:
                 boundary = replace(self.boundary(placed), calls=calls[placed.host.call.module])
                 groups[replace(boundary, shape=())].append((placed.host.call.index, boundary))
@@ -258,6 +270,8 @@ class Planner:
             shape=tuple(node.meta["shape"]),
             dtype=str(node.meta["val"].dtype).removeprefix("torch."),
         )
+        if placed.sliced is not None:
+            return replace(base, dim=placed.sliced)
         if placed.kind in ("gather", "scatter"):
             dims = self.ax.of(node)
             dim = next(i for i, t in enumerate(dims) if leaves(t) & self.flow.cut_atoms)
@@ -270,13 +284,13 @@ class Planner:
         """The axis that asks for a collective."""
         node = placed.node
         found = {self.candidates[a] for a in self.flow.atoms(node)}
-        if placed.kind == "reduce":
+        if placed.kind in ("reduce", "reduce_scatter"):
             upstream = node
             while not found and upstream is not None:
                 hits = [t for t, n in self.ax.contracts if n is upstream]
                 found = {self.candidates[a] for t in hits for a in leaves(t) & self.flow.cut_atoms}
                 upstream = next((n for n in upstream.all_input_nodes if n in self.flow.partial), None)  # type: ignore[assignment]
-        if placed.kind == "copy":
+        if placed.kind in ("copy", "all_gather"):
             pending = list(node.users)
             for user in pending[:64]:
                 if user.op != "output":
@@ -292,13 +306,13 @@ class Planner:
         used = {v.name: v for v in plan.verdicts if v.name in names}
         by_shape: dict[tuple[str, tuple[int, ...]], list[Verdict]] = defaultdict(list)
         for v in used.values():
-            by_shape[_wild(v.name), v.shape].append(v)
+            by_shape[wild(v.name), v.shape].append(v)
         moved: dict[str, str] = {}
         verdicts = []
         for v in plan.verdicts:
-            twins = by_shape.get((_wild(v.name), v.shape), []) if v.name not in used else []
-            twin = next((t for t in twins if _one_number_apart(t.name, v.name)), None)
-            if twin is None or not _same_class(self.module, twin.name, v.name):
+            twins = by_shape.get((wild(v.name), v.shape), []) if v.name not in used else []
+            twin = next((t for t in twins if one_number_apart(t.name, v.name)), None)
+            if twin is None or not same_class(self.module, twin.name, v.name):
                 verdicts.append(v)
                 continue
             moved[v.name.rpartition(".")[0]] = twin.name.rpartition(".")[0]
@@ -307,7 +321,7 @@ class Planner:
             )
         idle = {path for path, _ in self.module.named_modules(remove_duplicate=False)}
         idle -= {call.module for call in self.ax.trace.calls}
-        return _with_moved(replace(plan, verdicts=tuple(verdicts)), moved, idle)
+        return with_moved(replace(plan, verdicts=tuple(verdicts)), moved, idle)
 
     def used_names(self) -> set[str]:
         """Names of parameters and buffers the forward used."""
@@ -319,50 +333,8 @@ class Planner:
         return out
 
 
-def _with_moved(plan: Plan, moved: dict[str, str], idle: set[str]) -> Plan:
-    """The boundaries, edits and rewrites of a traced module, again for its sibling among those that were ``idle``."""
-    roots = {_roots(new, old) for new, old in moved.items() if new != old}
-
-    def again(items: Iterable[Any]) -> list[Any]:
-        out = []
-        for item in items:
-            out.append(item)
-            for new, old in roots:
-                module = new + item.module[len(old) :]
-                if (item.module == old or item.module.startswith(f"{old}.")) and module in idle:
-                    out.append(replace(item, module=module))
-        return out
-
-    return replace(
-        plan,
-        boundaries=tuple(again(plan.boundaries)),
-        edits=tuple(again(plan.edits)),
-        rewrites=tuple(again(plan.rewrites)),
-        switches=tuple(again(plan.switches)),
-    )
-
-
-def _roots(new: str, old: str) -> tuple[str, str]:
-    """The shortest prefixes of two paths that hold their difference."""
-    a, b = new.split("."), old.split(".")
-    at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-    return ".".join(a[: at + 1]), ".".join(b[: at + 1])
-
-
 def _unused(name: str) -> Verdict:
     return Verdict(name, (), "", Layout(), "whole: the traced forward does not use it")
-
-
-def _wild(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
-
-
-def _one_number_apart(a: str, b: str) -> bool:
-    return sum(x != y for x, y in zip(a.split("."), b.split("."), strict=True)) == 1
-
-
-def _same_class(root: nn.Module, a: str, b: str) -> bool:
-    return type(root.get_submodule(a.rpartition(".")[0])) is type(root.get_submodule(b.rpartition(".")[0]))
 
 
 def _position(placed: Placed) -> int:

@@ -120,8 +120,9 @@ def _between(flow: Flow, call: Call, draws: list[tuple[fx.Node, bool]]) -> list[
 def _draws_cut(flow: Flow, node: fx.Node) -> bool:
     """Whether the numbers that an op draws are for parts; one mask for all of a channel is for the channels."""
     if node.meta["op"].startswith("feature_"):
-        return any(leaves(t) & flow.cut_atoms for t in flow.ax.of(node)[:2])
-    return node in flow.cut or any(n in flow.cut for n in node.all_input_nodes)
+        sliced = node in flow.local and flow.sliced_dims[node] < 2
+        return sliced or any(leaves(t) & flow.cut_atoms for t in flow.ax.of(node)[:2])
+    return node in flow.local or node in flow.cut or any(n in flow.cut for n in node.all_input_nodes)
 
 
 def random_nodes(flow: Flow, training: Any) -> Iterable[fx.Node]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from tpconvert.analyze.axes import Axes, Rule, flat
+from tpconvert.analyze.axes import Axes, Rule, flat, is_many
 from tpconvert.analyze.capture import Call
 from tpconvert.analyze.terms import Term, leaves
 
@@ -41,7 +41,9 @@ class Placed:
     span: tuple[int, int, int] | None = None
     """copy: ``(dim, start, stop)`` of the whole tensor."""
     consumers: tuple[fx.Node, ...] = ()
-    """copy, scatter inside a forward: the ops that see the result."""
+    """The ops that see the result: inside a forward, and where it is about slices."""
+    sliced: int | None = None
+    """The dim along which slices are put together or made (see :mod:`tpconvert.analyze.slicing`)."""
 
 
 @dataclass(eq=False)
@@ -70,12 +72,22 @@ class Flow:
     """Values whose gradient is partial."""
     copies: list[Placed] = field(default_factory=list)
     scatters: list[Placed] = field(default_factory=list)
+    sliced: dict[fx.Node, int] = field(default_factory=dict)
+    """Values of which each rank has a slice along this dim, wherever no collective puts the slices together."""
+    local: set[fx.Node] = field(default_factory=set)
+    """Of these, those that their op computes slice by slice."""
+    sliced_dims: dict[fx.Node, int] = field(default_factory=dict)
+    """The dim of the tokens in each value that has one."""
+    sliced_inputs: tuple[tuple[str, int], ...] = ()
+    """``(slot, dim)`` of the tokens in the model's inputs."""
+    joins: list[Placed] = field(default_factory=list)
+    """Where slices are put together."""
     _atoms: dict[fx.Node, set[Term]] = field(default_factory=dict)
 
     @property
     def placed(self) -> list[Placed]:
         """Every collective."""
-        return [*self.reduced.values(), *self.gathered.values(), *self.copies, *self.scatters]
+        return [*self.reduced.values(), *self.gathered.values(), *self.joins, *self.copies, *self.scatters]
 
     def atoms(self, node: fx.Node) -> set[Term]:
         """The cut atoms among a value's dims."""
@@ -162,3 +174,30 @@ def rule_of(flow: Flow, node: fx.Node) -> Rule | None:
 def is_op(node: fx.Node) -> bool:
     """Whether a node is not the graph's output."""
     return node.op != "output"
+
+
+def seeing(placed: Placed) -> set[fx.Node]:
+    """The consumers that see a collective's result."""
+    if placed.host is None or placed.consumers:
+        return set(placed.consumers)
+    if placed.host.side == "output":
+        return set(placed.node.users)
+    call = placed.host.call
+    return {u for u in placed.node.users if is_op(u) and u.meta["call"] is not None and u.meta["call"].inside(call)}
+
+
+def reaches_all(placed: Placed) -> bool:
+    """Whether a collective stands where its value is returned or comes in, so that everybody else sees its result."""
+    if placed.host is None or (placed.host.side == "input" and placed.node.meta["op"] != "input"):
+        return False
+    at_start = placed.host.call.parent is None or placed.host.side == "output"
+    return at_start and (not placed.consumers or set(placed.consumers) == set(placed.node.users))
+
+
+def differentiable(ax: Axes, user: fx.Node) -> bool:
+    """Whether a gradient comes back from a consumer."""
+    if not is_op(user):
+        return True
+    if is_many(ax.dims[user]):
+        return any(i.meta.get("grad") for i in user.users)
+    return bool(user.meta.get("grad"))

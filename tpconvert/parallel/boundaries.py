@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from tpconvert.errors import PlanError
-from tpconvert.parallel.collectives import Parts, copy, copy_own, copy_span, gather, parts_of, reduce, scatter
+from tpconvert.parallel.collectives import (
+    Parts,
+    all_gather,
+    copy,
+    copy_own,
+    copy_span,
+    gather,
+    gather_slices,
+    parts_of,
+    reduce,
+    reduce_scatter,
+    scatter,
+    scatter_slices,
+)
 from tpconvert.parallel.mesh import Mesh
 from tpconvert.parallel.slots import Slot, input_slots, output_slots, replaced_input, replaced_output
 from tpconvert.spec.plan import Boundary
+
+SLICES: dict[str, Callable[[Tensor, Any, Mesh], Tensor]] = {
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "gather": gather_slices,
+    "scatter": scatter_slices,
+}
+"""Of a tensor, a dim and a mesh."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +54,8 @@ class Crossing:
             return copy_own(x, self.mesh) if self.boundary.side == "output" else copy(x, self.mesh)
         if kind == "reduce":
             return reduce(x, self.mesh)
+        if self.parts is None:
+            return SLICES[kind](x, self.boundary.dim, self.mesh)
         return gather(x, self.parts, self.mesh) if kind == "gather" else scatter(x, self.parts, self.mesh)
 
 
@@ -129,7 +152,7 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) 
     """Hook each boundary to its module: inside the user's output hooks, after the user's input hooks."""
     of_module: dict[str, list[Crossing]] = {}
     for b in boundaries:
-        parts = parts_of(b.dim, b.blocks, mesh) if b.kind in ("gather", "scatter") else None
+        parts = parts_of(b.dim, b.blocks, mesh) if b.blocks else None
         where = b.module or "the root module"
         slots = (
             input_slots(root.get_submodule(b.module), b.slots, where)

@@ -6,6 +6,7 @@ changes the shape.  Eager code calls c10d; code being compiled uses functional c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,6 +121,26 @@ def scatter(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     return _Scatter.apply(folded, inner, mesh).flatten(dim, dim + 1)
 
 
+def all_gather(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+    """all_gather: slices joined along ``dim`` forward; sum backward, of which this rank takes its slice."""
+    return x if mesh.degree == 1 else _AllGather.apply(x, dim, mesh)
+
+
+def reduce_scatter(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+    """reduce_scatter: sum forward, of which this rank takes its slice; slices joined backward."""
+    return x if mesh.degree == 1 else _ReduceScatter.apply(x, dim, mesh)
+
+
+def gather_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+    """gather of slices: joined along ``dim`` forward, this rank's slice backward."""
+    return x if mesh.degree == 1 else _GatherSlices.apply(x, dim, mesh)
+
+
+def scatter_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+    """scatter into slices: this rank's slice along ``dim`` forward, slices joined backward."""
+    return x if mesh.degree == 1 else _ScatterSlices.apply(x, dim, mesh)
+
+
 def _folded(x: Tensor, parts: Parts, period: int) -> tuple[int, Tensor, Parts]:
     """A dim that repeats the one dealt (heads, again for each row of a batch), with the repetitions a dim before it."""
     dim = parts.dim % x.dim()
@@ -203,6 +224,41 @@ class _Scatter(torch.autograd.Function):
         return joined(grad, ctx.parts, ctx.mesh), None, None
 
 
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+        ctx.dim, ctx.mesh = dim, mesh
+        return joined_slices(x, dim, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return summed_slice(grad, ctx.dim, ctx.mesh), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+        ctx.dim, ctx.mesh = dim, mesh
+        return summed_slice(x, dim, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return joined_slices(grad, ctx.dim, ctx.mesh), None, None
+
+
+class _GatherSlices(_AllGather):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return own_slice(grad, ctx.dim, ctx.mesh), None, None
+
+
+class _ScatterSlices(_ReduceScatter):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+        ctx.dim, ctx.mesh = dim, mesh
+        return own_slice(x, dim, mesh)
+
+
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -259,6 +315,47 @@ def joined(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     return every.movedim(0, dim).contiguous()
 
 
+def joined_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+    """A new tensor: the ranks' slices one after the other along ``dim``.
+
+    Nothing is copied where the dims before ``dim`` have one index; else once, after the slices have come.
+    """
+    if mesh.group is None:
+        return x.new_zeros([n + (i == dim) for i, n in enumerate(x.shape)])
+    shape = [n * (mesh.degree if i == dim else 1) for i, n in enumerate(x.shape)]
+    if math.prod(x.shape[:dim]) == 1:
+        return _all_gather(x.contiguous().unsqueeze(0), mesh, shape)
+    return _all_gather(x.contiguous().unsqueeze(0), mesh).movedim(0, dim).reshape(shape)
+
+
+def summed_slice(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+    """A new tensor: this rank's slice along ``dim`` of the sum over ranks."""
+    if mesh.group is None:
+        return own_slice(x, dim, mesh)
+    size = slice_size(x, dim, mesh)
+    return _reduce_scatter(x.unflatten(dim, (mesh.degree, size)).movedim(dim, 0).contiguous(), mesh)
+
+
+def own_slice(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+    """A new tensor: this rank's slice along ``dim``; on a dry mesh all but the last index, whatever the degree."""
+    if mesh.dry:
+        return take(x, dim, [(0, x.shape[dim] - 1)])
+    size = slice_size(x, dim, mesh)
+    return take(x, dim, [(mesh.rank * size, (mesh.rank + 1) * size)])
+
+
+def slice_size(x: Tensor, dim: int, mesh: Mesh) -> int:
+    """The length of each rank's slice.  Raises PlanError where ranks would not get equally much."""
+    size, left = divmod(x.shape[dim], mesh.degree)
+    if left:
+        raise PlanError(
+            f"A sequence of {x.shape[dim]} cannot be shared equally by {mesh.degree} ranks "
+            f"({x.shape[dim]} % {mesh.degree} is {left}).",
+            hint=f"Pad it to {x.shape[dim] + mesh.degree - left}, or convert without sequence_parallel.",
+        )
+    return size
+
+
 def _all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         return functional.all_reduce(x.contiguous(), op, group)
@@ -267,11 +364,24 @@ def _all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _all_gather(x: Tensor, mesh: Mesh) -> Tensor:
+def _all_gather(x: Tensor, mesh: Mesh, shape: Sequence[int] | None = None) -> Tensor:
+    """The ranks' tensors along dim 0, in a tensor of that shape, which is no view of another."""
+    joined = [len(x) * mesh.degree, *x.shape[1:]]
     if torch.compiler.is_compiling():
         traced = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-        return traced(x, 0, mesh.group)
-    out = x.new_empty([len(x) * mesh.degree, *x.shape[1:]])
+        return traced(x, 0, mesh.group).view(shape or joined)
+    out = x.new_empty(shape or joined)
     run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-    run(out, x, mesh.group)
+    run(out.view(joined), x, mesh.group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's index of dim 0 of the sum, in a tensor that is no view of another."""
+    if torch.compiler.is_compiling():
+        traced = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+        return traced(x, "sum", 0, mesh.group).squeeze(0)
+    out = x.new_empty(x.shape[1:])
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name before torch 2.13
+    run(out.unsqueeze(0), x, group=mesh.group)
     return out

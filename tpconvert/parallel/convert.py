@@ -23,14 +23,21 @@ from tpconvert.parallel.reads import Read, become, chains
 from tpconvert.parallel.rewrite import rewritten_forward
 from tpconvert.spec.layout import Layout, local_size
 from tpconvert.spec.plan import Boundary, Edit, Plan, Verdict
+from tpconvert.spec.sliced import sliced_form
 
 
-def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, *, gather_output: bool = True) -> nn.Module:
+def parallelize(
+    module: nn.Module, plan: Plan, mesh: Mesh, *, gather_output: bool = True, sequence_parallel: bool = False
+) -> nn.Module:
     """The same module, now this rank's part.
 
     Its parameters may be whole, or on meta (then they stay there, in their local shapes, for :func:`load_local`).
     ``gather_output=False`` leaves the logits cut, for a vocab-parallel loss; :func:`output_gathers` says which and how.
+    ``sequence_parallel`` leaves each rank a slice of the tokens between cut regions, where the plan knows how; the
+    length of a sequence must then be a multiple of the degree.
     """
+    summed = frozenset(b.module for b in plan.boundaries if _sums_output(b))
+    plan = sliced_form(plan) if sequence_parallel and mesh.degree > 1 else plan
     check(module, plan, mesh)
     if mesh.degree == 1:
         return module
@@ -42,7 +49,7 @@ def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, *, gather_output: boo
     if not gather_output:
         left_out = output_gathers(plan)
         boundaries = [b for b in boundaries if b not in left_out]
-    boundaries = swap_classes(module, plan, boundaries, mesh)
+    boundaries = swap_classes(module, plan, boundaries, mesh, summed)
     for rewrite in plan.rewrites:
         part_of_module = module.get_submodule(rewrite.module)
         become(part_of_module, forward=rewritten_forward(part_of_module, rewrite, mesh))
@@ -55,7 +62,9 @@ def output_gathers(plan: Plan) -> tuple[Boundary, ...]:
     """The gathers of logits that ``gather_output=False`` leaves out; ``dim`` and ``blocks`` tell how they stay cut."""
     heads = {a.name for a in plan.axes if a.pattern in ("vocabulary", "head")}
     return tuple(
-        b for b in plan.boundaries if b.kind == "gather" and b.side == "output" and (b.module == "" or b.axis in heads)
+        b
+        for b in plan.boundaries
+        if b.kind == "gather" and b.blocks and b.side == "output" and (b.module == "" or b.axis in heads)
     )
 
 
@@ -199,8 +208,13 @@ def _edited(old: Any, path: list[str], value: int, new: int, where: str) -> Any:
 # -- classes --------------------------------------------------------------------------------------------------
 
 
-def swap_classes(root: nn.Module, plan: Plan, boundaries: list[Boundary], mesh: Mesh) -> list[Boundary]:
-    """Give modules their parallel classes and their reads; return the boundaries that no layer absorbed."""
+def swap_classes(
+    root: nn.Module, plan: Plan, boundaries: list[Boundary], mesh: Mesh, summed: frozenset[str]
+) -> list[Boundary]:
+    """Give modules their parallel classes and their reads; return the boundaries that no layer absorbed.
+
+    ``summed`` are the modules at which the plan has a sum, in any of its forms.
+    """
     of_module: dict[str, dict[str, Verdict]] = {}
     for verdict in plan.verdicts:
         path, _, attribute = verdict.name.rpartition(".")
@@ -212,7 +226,7 @@ def swap_classes(root: nn.Module, plan: Plan, boundaries: list[Boundary], mesh: 
         if id(module) in done:
             continue
         done.add(id(module))
-        layer = None if path in rewritten else _layer_for(module, path, verdicts, bool(_reduces(boundaries, path)))
+        layer = None if path in rewritten else _layer_for(module, path, verdicts, path in summed)
         reads = {a: r for a, v in verdicts.items() if (r := _read_for(v, mesh)) is not None}
         reduces = _reduces(boundaries, path) if layer is not None and _may_sum(module, layer, verdicts) else []
         boundaries = [b for b in boundaries if not any(b is r for r in reduces)]
@@ -240,9 +254,14 @@ def _reduces(boundaries: list[Boundary], path: str) -> list[Boundary]:
     """The reduces of the module's whole output, one for each call."""
     found: dict[int, Boundary] = {}
     for b in boundaries:
-        if b.module == path and b.kind == "reduce" and b.side == "output" and b.slots == ("",) and b.call == -1:
+        if b.module == path and _sums_output(b):
             found.setdefault(b.call, b)
     return list(found.values())
+
+
+def _sums_output(b: Boundary) -> bool:
+    """Whether a boundary is the reduce of all that a module returns, whichever call it is."""
+    return b.kind == "reduce" and b.side == "output" and b.slots == ("",) and b.call == -1
 
 
 def _layer_for(module: nn.Module, path: str, verdicts: dict[str, Verdict], reduced: bool) -> type[nn.Module] | None:

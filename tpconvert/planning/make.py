@@ -30,8 +30,9 @@ from tpconvert.errors import PlanError, RuleError, VerifyError
 from tpconvert.planning.held import hold
 from tpconvert.planning.proof import Fault, prove_shapes
 from tpconvert.planning.reproduce import NotHeldError
+from tpconvert.planning.slices import with_slices
 from tpconvert.planning.training import Training
-from tpconvert.spec.plan import Plan
+from tpconvert.spec.plan import Plan, Slices
 
 
 def make_plan(
@@ -99,7 +100,7 @@ class Planning:
             plan = replace(draft.plan, source=self.source)
             faults = prove_shapes(self.module, self.inputs, self.trace, choice, plan)
             if not faults and (held := self.held_in_training(plan, planner, choice)) is not None:
-                return held
+                return self.with_slices(held, planner, choice)
             for fault in faults:
                 self.learn(fault, planner, choice)
 
@@ -130,6 +131,15 @@ class Planning:
             dict.fromkeys(atoms, f"{where} takes another path in training, where this does not hold: {why}"), choice
         )
         return None
+
+    def with_slices(self, plan: Plan, planner: Planner, choice: Choice) -> Plan:
+        """The plan with its sliced form."""
+        if not choice.chosen:
+            return replace(plan, slices=Slices("nothing of it is cut"))
+        if paths := self.training.elsewhere():
+            why = f"the forward of {paths[0] or 'the model'} takes another path in training"
+            return replace(plan, slices=Slices(why))
+        return with_slices(self.module, self.inputs, self.trace, choice, planner, plan, self.training)
 
     def learn(self, fault: Fault, planner: Planner, choice: Choice) -> None:
         """A module that came out wrong is rewritten, and if it was already, its axes are given up."""

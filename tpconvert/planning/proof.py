@@ -21,6 +21,7 @@ from tpconvert.parallel.layers import RowParallelLinear
 from tpconvert.parallel.mesh import dry_mesh
 from tpconvert.planning.training import constants, own_ops
 from tpconvert.spec.plan import Plan
+from tpconvert.spec.sliced import sliced_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Fault:
 def prove_shapes(
     module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice, plan: Plan, training: bool = False
 ) -> list[Fault]:
-    """The modules at fault, none when the plan holds.
+    """The modules at fault, none when the plan holds; its sliced form where the flow of ``choice`` has slices.
 
     Ranks differ only where something is dealt unevenly, so the first and the last stand for all.
     """
@@ -59,8 +60,9 @@ def _prove_rank(
 
     local = copied(module)
     whole = [*_tensors(module), *_tensors(local)]
+    sliced = bool(choice.flow.sliced_dims)
     try:
-        parallelize(local, plan, dry_mesh(rank, plan.tp))
+        parallelize(local, plan, dry_mesh(rank, plan.tp), sequence_parallel=sliced)
     except RewriteError as error:
         return [Fault(error.module, error.message)]
     try:
@@ -70,7 +72,7 @@ def _prove_rank(
     except SourceError as error:
         return [Fault(getattr(error, "module", ""), f"its forward fails on rank {rank}: {error.message}")]
     shapes = _compare(trace, found, local, choice, {r.module for r in plan.rewrites}, rank)
-    return shapes or _reads_past(found, local, plan, whole)
+    return shapes or _reads_past(found, local, sliced_form(plan) if sliced else plan, whole)
 
 
 def _compare(
@@ -83,6 +85,12 @@ def _compare(
         if path.startswith("?") or path in rewritten or _is_ours(local.get_submodule(path)):
             continue
         for nodes, others in zip(calls, have.get(path, ()), strict=False):
+            if (
+                choice.flow.sliced_dims
+                and not choice.flow.local & set(nodes)
+                and any(_by_values(n, by_data) for n in nodes)
+            ):
+                continue  # it may take another path, and sees nothing here that it does not see without slices
             at = iter(others)
             for node in nodes:
                 other = next((o for o in at if o.meta["op"] == node.meta["op"]), None)
@@ -100,6 +108,7 @@ def _compare(
         for slot, node in call.outputs.items():
             if (
                 slot in other.outputs
+                and not (call.parent is None and node in choice.flow.sliced)  # put together as the model returns it
                 and (why := _differs(node, other.outputs[slot], choice, rank, by_data, returned=True)) is not None
             ):
                 faults.setdefault(call.module, Fault(call.module, why))
@@ -161,6 +170,9 @@ def _differs(
         return None
     cut = node in choice.flow.cut or (node in choice.flow.gathered and not returned)
     want = tuple(choice.deal.size(t, rank) if cut else t.n for t in ax.of(node))
+    sliced = choice.flow.sliced if returned else dict.fromkeys(choice.flow.local)
+    if node in sliced:  # a slice on a dry mesh is all but the last token
+        want = tuple(n - (i == choice.flow.sliced_dims[node]) for i, n in enumerate(want))
     whole = tuple(t.n for t in ax.of(node))
     if node in by_data and len(shapes[0]) == len(want):
         want = tuple(w if w != n else s for w, n, s in zip(want, whole, shapes[0], strict=True))

@@ -29,9 +29,9 @@ class Reproduced:
     names: Mapping[Term, str]
     """Atom -> the plan's name for its axis."""
 
-    def emulate(self) -> Emulation:
-        """Run every rank in lockstep and compare."""
-        return emulate(self.choice.flow, self.choice.deal)
+    def emulate(self, flow: Flow | None = None) -> Emulation:
+        """Run every rank in lockstep and compare; ``flow`` is another form of its flow."""
+        return emulate(flow or self.choice.flow, self.choice.deal)
 
 
 class NotHeldError(VerifyError):

@@ -6,7 +6,8 @@ A plan holds, for one module and one tp degree,
 * the :class:`Boundary` list: the collectives, each at a module's input or output,
 * the :class:`Edit` list: integer attributes that count something cut,
 * the :class:`Switch` list: where random numbers begin to differ between ranks, and where they end to,
-* the :class:`Rewrite` list: modules whose forward is replaced by their own recorded graph.
+* the :class:`Rewrite` list: modules whose forward is replaced by their own recorded graph,
+* the :class:`Slices`: what differs where values between regions are slices of the tokens.
 
 It is JSON that a person can read, diff and edit.
 """
@@ -24,8 +25,10 @@ from tpconvert.spec.layout import Block, Layout
 
 FORMAT = 1
 
-Kind = Literal["copy", "reduce", "gather", "scatter"]
+Kind = Literal["reduce", "reduce_scatter", "gather", "all_gather", "copy", "scatter"]
+"""In the order in which those at one place happen."""
 Side = Literal["input", "output"]
+UNKNOWN = "its plan was made without looking for slices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class Verdict:
     """Each rank holding a row of it computes a term of that row's gradient: reads sum the gradient over them."""
     once: bool = False
     """A whole value added to a partial one (the bias of a row-parallel layer): it counts on one rank only."""
+    on_slices: bool = False
+    """In the sliced form its gradient is summed over ranks too, since it is used on slices (:class:`Slices`)."""
     tied_to: str = ""
     """The first name of the same tensor, when this is a later one."""
     persistent: bool = True
@@ -60,14 +65,18 @@ class Verdict:
 class Boundary:
     """One collective where a value crosses into or out of a cut region.
 
-    =======  =====================================  ================================
-    kind     forward                                backward
-    =======  =====================================  ================================
-    copy     identity                               sum over ranks
-    reduce   sum over ranks                         identity
-    gather   parts joined along ``dim``             this rank's part
-    scatter  this rank's part along ``dim``         parts joined
-    =======  =====================================  ================================
+    ==============  ====================================  ====================================
+    kind            forward                               backward
+    ==============  ====================================  ====================================
+    copy            identity                              sum over ranks
+    reduce          sum over ranks                        identity
+    gather          parts joined along ``dim``            this rank's part
+    scatter         this rank's part along ``dim``        parts joined
+    all_gather      slices joined along ``dim``           this rank's slice of the sum
+    reduce_scatter  this rank's slice of the sum          slices joined
+    ==============  ====================================  ====================================
+
+    The last two are of the sliced form only (:class:`Slices`).  A gather or scatter without ``blocks`` is of slices.
     """
 
     kind: Kind
@@ -91,6 +100,10 @@ class Boundary:
     """Which call of the module in one forward, for modules called more than once; -1 is every call."""
     calls: int = 1
     """How often the forward called the module when it was planned."""
+    sliced: int | None = None
+    """copy, reduce: in the sliced form it is an all_gather or reduce_scatter along this dim."""
+    moved: bool = False
+    """In the sliced form it is not here; what is there instead is in :attr:`Slices.boundaries`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +140,26 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True)
+class Slices:
+    """The sliced form of a plan, for sequence parallelism: between regions each rank has a slice of the tokens.
+
+    It is told as what differs from the plain form: here, in :attr:`Boundary.sliced`, :attr:`Boundary.moved` and
+    :attr:`Verdict.on_slices`.
+    """
+
+    reason: str = ""
+    """Why there is none; empty where there is."""
+    inputs: tuple[tuple[str, int], ...] = ()
+    """``(slot, dim)`` of the tokens in what the model is called with."""
+    boundaries: tuple[Boundary, ...] = ()
+    """Those that the plain form has not."""
+    whole: tuple[str, ...] = ()
+    """Modules whose forwards see no slices, since they would not run on them."""
+    switches: tuple[Switch, ...] | None = None
+    """Those in the place of the plain ones, where they differ."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rewrite:
     """A module whose forward is replaced by its recorded graph, where a size or a collective fits no other way."""
 
@@ -160,6 +193,7 @@ class Plan:
     rewrites: tuple[Rewrite, ...] = ()
     switches: tuple[Switch, ...] = ()
     axes: tuple[Axis, ...] = ()
+    slices: Slices = Slices(UNKNOWN)
     notes: tuple[str, ...] = ()
     """Guesses and warnings, in words."""
     source: dict[str, Any] = field(default_factory=dict)
@@ -209,6 +243,7 @@ class Plan:
                 rewrites=tuple(_read(Rewrite, r) for r in data.get("rewrites", ())),
                 switches=tuple(_read(Switch, s) for s in data.get("switches", ())),
                 axes=tuple(_read(Axis, a) for a in data.get("axes", ())),
+                slices=_read(Slices, data["slices"]) if "slices" in data else Slices(UNKNOWN),
                 notes=tuple(data.get("notes", ())),
                 source=dict(data.get("source", {})),
             )
@@ -270,6 +305,10 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "span": _ints,
     "parameters": tuple,
     "nodes": tuple,
+    "whole": tuple,
+    "inputs": lambda data: tuple((str(slot), int(dim)) for slot, dim in data),
+    "boundaries": lambda data: tuple(map(_read_boundary, data)),
+    "switches": lambda data: tuple(_read(Switch, s) for s in data),
 }
 
 
@@ -297,12 +336,14 @@ def _read_boundary(data: Mapping[str, Any]) -> Boundary:
     return boundary
 
 
-def _dumps(data: dict[str, Any]) -> str:
+def _dumps(data: dict[str, Any], indent: str = "") -> str:
     lines = []
     for key, value in data.items():
+        text = json.dumps(value)
         if isinstance(value, list) and value:
-            body = ",\n".join(f"  {json.dumps(v)}" for v in value)
-            lines.append(f" {json.dumps(key)}: [\n{body}\n ]")
-        else:
-            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+            body = ",\n".join(f"{indent}  {json.dumps(v)}" for v in value)
+            text = f"[\n{body}\n{indent} ]"
+        elif key == "slices":
+            text = _dumps(value, f"{indent} ").rstrip()
+        lines.append(f"{indent} {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}\n"

@@ -38,6 +38,8 @@ class Parallelism(Section):
     """full: keep only the input of each layer and run its forward again in backward."""
     compile: bool = False
     """Compile each layer with torch.compile."""
+    sequence_parallel: bool = False
+    """Between cut regions each tp rank has a slice of the sequence; seq_len must be a multiple of tp."""
     bucket_mb: float = Field(25.0, gt=0)
     """Gradients are summed over dp in buckets of this size."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tpconvert.checkpoint import read_manifest, read_plan
-from tpconvert.errors import TrainError
+from tpconvert.errors import ConfigError, TrainError
 from tpconvert.parallel import Mesh, clip_grad_norm_
 from tpconvert.parallel.clip import grad_norm
 from tpconvert.train import data, state, text
@@ -138,8 +138,19 @@ def open_model(run: Run, start: Path, progress: Progress, trust_remote_code: boo
     config, mesh = run.config, run.mesh
     dtype = DTYPES[config.training.precision]
     tensors = state.load_tensors(start, mesh, dtype, masters=progress.step > 0)
+    sliced, length = config.parallelism.sequence_parallel, config.training.seq_len
+    if sliced and length % mesh.degree:
+        raise ConfigError(
+            f"seq_len {length} is no multiple of tp={mesh.degree}.",
+            hint=f"Set training.seq_len={length - length % mesh.degree}, or parallelism.sequence_parallel=false.",
+        )
     module, call, cut = build(
-        lambda: open_module(run.base, run.plan, trust_remote_code=trust_remote_code), run.plan, mesh, tensors, dtype
+        lambda: open_module(run.base, run.plan, trust_remote_code=trust_remote_code),
+        run.plan,
+        mesh,
+        tensors,
+        dtype,
+        sliced,
     )
     speed_up(module, config.parallelism)
     return Model(module, call, cut, mesh, not config.data.pack, config.training.precision)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import Mesh, cross_entropy, load_local, parallelize
 from tpconvert.parallel.convert import output_gathers
+from tpconvert.planning.slices import divided
 from tpconvert.source import Source, open_source
 from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Boundary, Plan
@@ -122,7 +123,12 @@ def _not_text(source: Source, takes: str) -> ConfigError:
 
 
 def build(
-    source: Callable[[], Source], plan: Plan, mesh: Mesh, tensors: Mapping[str, Tensor], dtype: torch.dtype
+    source: Callable[[], Source],
+    plan: Plan,
+    mesh: Mesh,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    sequence_parallel: bool = False,
 ) -> tuple[nn.Module, Call, tuple[Block, ...]]:
     """``(module, how to call it, how its logits are cut)`` of this rank, in train mode, on the mesh's device.
 
@@ -131,24 +137,25 @@ def build(
     gathers = [b for b in output_gathers(plan) if b.side == "output" and b.dim is not None]
     for left_out in (gathers, []) if len(gathers) == 1 and mesh.degree > 1 else ([],):
         opened = source()
-        module = parallelize(opened.module, plan, mesh, gather_output=not left_out)
+        inputs = divided(opened.inputs, plan) if sequence_parallel else opened.inputs
+        module = parallelize(opened.module, plan, mesh, gather_output=not left_out, sequence_parallel=sequence_parallel)
         load_local(module, tensors)
         module.to(mesh.device)
         for tensor in module.buffers():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
-        if not left_out or _ends_in(module, opened, left_out[0], mesh):
+        if not left_out or _ends_in(module, inputs, left_out[0], mesh):
             return module.train(), make_call(opened), left_out[0].blocks if left_out else ()
     raise AssertionError("the second round has nothing left out")
 
 
-def _ends_in(module: nn.Module, source: Source, gather: Boundary, mesh: Mesh) -> bool:
+def _ends_in(module: nn.Module, inputs: Any, gather: Boundary, mesh: Mesh) -> bool:
     """Whether the tensor at the boundary is what the forward returns as logits, with nothing in between."""
     seen: list[Any] = []
     hook = module.get_submodule(gather.module).register_forward_hook(lambda _m, _a, out: seen.append(out))
     try:
         with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):
-            inputs = _moved(source.inputs, mesh.device)
+            inputs = _moved(inputs, mesh.device)
             output = module(*inputs) if isinstance(inputs, tuple) else module(**inputs)
             logits = logits_of(output)
             return any(

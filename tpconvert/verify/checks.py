@@ -20,6 +20,7 @@ from tpconvert.checkpoint.pieces import gather_pieces, take_pieces
 from tpconvert.errors import NotRunError, TPConvertError, VerifyError
 from tpconvert.parallel import Mesh, clip_grad_norm_, parallelize
 from tpconvert.parallel.collectives import summed
+from tpconvert.planning.slices import divided
 from tpconvert.source.blame import told, users_line
 from tpconvert.spec.plan import Plan
 from tpconvert.verify.modes import Exact, Widened, call, loss_of, perturb, takes_gradients, tensors_of
@@ -40,19 +41,21 @@ def compare_on_rank(
     *,
     seed: int = 0,
     disturb: Callable[[nn.Module, Mesh], None] | None = None,
+    sequence_parallel: bool = False,
 ) -> Result | None:
     """The result on rank 0, None on the others; all ranks of ``mesh`` call it with equal arguments.
 
     ``whole`` is a real CPU module, which is perturbed in place.  ``disturb`` may change the converted module: the
-    tests use it to plant faults.
+    tests use it to plant faults.  ``sequence_parallel`` converts it so, and cuts sequences off that cannot be shared.
     """
     perturb(whole, seed)
     tolerance, inputs = precision(whole, inputs)
     local = copied(whole)
-    parallelize(local, plan, mesh)
+    parallelize(local, plan, mesh, sequence_parallel=sequence_parallel)
     if disturb is not None:
         disturb(local, mesh)
-    pair = _Pair(whole, local, inputs, plan, mesh, tolerance)
+    fit = (lambda given: divided(given, plan)) if sequence_parallel else None
+    pair = _Pair(whole, local, inputs, plan, mesh, tolerance, fit)
     pair.run_modes()
     pair.run_steps()
     pair.run_dropout()
@@ -89,9 +92,18 @@ class _Pair:
     """The two models, and what was found."""
 
     def __init__(
-        self, whole: nn.Module, local: nn.Module, inputs: Any, plan: Plan, mesh: Mesh, tolerance: Tolerance
+        self,
+        whole: nn.Module,
+        local: nn.Module,
+        inputs: Any,
+        plan: Plan,
+        mesh: Mesh,
+        tolerance: Tolerance,
+        fit: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.whole, self.local, self.inputs, self.plan, self.mesh = whole, local, inputs, plan, mesh
+        self.whole, self.local, self.plan, self.mesh = whole, local, plan, mesh
+        self.fit = fit or (lambda given: given)
+        self.inputs = self.fit(inputs) or inputs
         self.bound, self.floor = tolerance.bound, tolerance.floor
         self.dtype = dtype_of(tolerance)
         self.plain: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -154,6 +166,7 @@ class _Pair:
     def run_other_size(self) -> None:
         """Outputs for fewer rows and a shorter sequence than the plan was made with, where the model takes them."""
         smaller = other_size(self.inputs)
+        smaller = None if smaller is None else self.fit(smaller)
         if smaller is None:
             return
         kept, self.inputs = self.inputs, smaller

@@ -29,7 +29,8 @@ from tpconvert.planning.reproduce import reproduce
 from tpconvert.source import Source
 from tpconvert.source.blame import blaming
 from tpconvert.spec.plan import Plan
-from tpconvert.verify.asked import compare_asked
+from tpconvert.spec.sliced import sliced_form
+from tpconvert.verify.asked import compare_asked, sliced_flow
 from tpconvert.verify.checks import compare_on_rank, dtype_of, precision
 from tpconvert.verify.modes import Exact, perturb
 from tpconvert.verify.result import BYTES, Check, Result
@@ -39,14 +40,26 @@ LIMIT = timedelta(minutes=30)
 
 
 def verify(
-    source: Source, plan: Plan, *, folder: Path | None = None, emulate: bool = False, rules: Sequence[Path | str] = ()
+    source: Source,
+    plan: Plan,
+    *,
+    folder: Path | None = None,
+    emulate: bool = False,
+    rules: Sequence[Path | str] = (),
+    sequence_parallel: bool = False,
 ) -> Result:
     """The whole model and the one ``plan`` makes of it, compared; with ``folder``, also every stored byte.
 
     Ranks are gloo processes on this machine, or those of torchrun where this runs under it.  ``emulate`` runs all
     ranks in lockstep in this process instead, on the recorded graph; it needs the ``rules`` the plan was made with.
+    ``sequence_parallel`` is that of :func:`tpconvert.parallelize`.
     """
-    result = verify_emulated(source, plan, rules) if emulate else _on_ranks(source, plan)
+    if sequence_parallel:
+        sliced_form(plan)  # which there must be
+    if emulate:
+        result = verify_emulated(source, plan, rules, sequence_parallel=sequence_parallel)
+    else:
+        result = _on_ranks(source, plan, sequence_parallel)
     result = replace(result, notes=(*result.notes, *plan.notes))
     if folder is not None:
         stored = compare_bytes(source, folder)
@@ -54,11 +67,11 @@ def verify(
     return result
 
 
-def _on_ranks(source: Source, plan: Plan) -> Result:
+def _on_ranks(source: Source, plan: Plan, sliced: bool) -> Result:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _under_torchrun(source, plan)
+        return _under_torchrun(source, plan, sliced)
     with tempfile.TemporaryDirectory(prefix="tpconvert-verify-") as scratch:
-        arguments = (plan.tp, scratch, source.build, source.inputs, plan.dumps())
+        arguments = (plan.tp, scratch, source.build, source.inputs, plan.dumps(), sliced)
         context: Any = mp.start_processes(_rank, arguments, plan.tp, join=False, start_method=_start_method())
         logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns of each rank it ends
         try:
@@ -80,13 +93,16 @@ def _start_method() -> str:
     return "fork" if hasattr(os, "fork") else "spawn"
 
 
-def _rank(rank: int, degree: int, scratch: str, build: Callable[[], nn.Module], inputs: Any, plan: str) -> None:
+def _rank(
+    rank: int, degree: int, scratch: str, build: Callable[[], nn.Module], inputs: Any, plan: str, sliced: bool
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which comes too when the parent dies: end even while waiting
     torch.set_num_threads(1)  # a forked process has lost the threads of OpenMP, and would wait for them for ever
     dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=degree, timeout=LIMIT)
     try:
         with blaming("The model fails where it is run"):
-            result = compare_on_rank(build(), inputs, Plan.loads(plan), make_mesh(degree, device="cpu"))
+            mesh = make_mesh(degree, device="cpu")
+            result = compare_on_rank(build(), inputs, Plan.loads(plan), mesh, sequence_parallel=sliced)
         if result is not None:
             torch.save(result, Path(scratch) / "result.pt")
         dist.barrier()
@@ -105,7 +121,7 @@ def _told(scratch: Path) -> TPConvertError | None:
     return None
 
 
-def _under_torchrun(source: Source, plan: Plan) -> Result:
+def _under_torchrun(source: Source, plan: Plan, sliced: bool) -> Result:
     ours = not dist.is_initialized()
     if ours:
         dist.init_process_group("gloo", timeout=LIMIT)
@@ -116,7 +132,8 @@ def _under_torchrun(source: Source, plan: Plan) -> Result:
                 f"torchrun started {ranks} ranks, the plan is for tp={plan.tp}.", hint=f"Start {plan.tp}."
             )
         with blaming("The model fails where it is run"):
-            mine = compare_on_rank(source.build(), source.inputs, plan, make_mesh(plan.tp, device="cpu"))
+            mesh = make_mesh(plan.tp, device="cpu")
+            mine = compare_on_rank(source.build(), source.inputs, plan, mesh, sequence_parallel=sliced)
         results: list[Any] = [mine]
         dist.broadcast_object_list(results)
     finally:
@@ -133,13 +150,21 @@ def _last_line(text: str) -> str:
 # -- lockstep ---------------------------------------------------------------------------------------------------
 
 
-def verify_emulated(source: Source, plan: Plan, rules: Sequence[Path | str] = ()) -> Result:
+def verify_emulated(
+    source: Source, plan: Plan, rules: Sequence[Path | str] = (), *, sequence_parallel: bool = False
+) -> Result:
     """All ranks in lockstep in this process: every op's result, every output, every gradient."""
-    return emulate_module(source.build(), source.inputs, plan, rules=rules)
+    return emulate_module(source.build(), source.inputs, plan, rules=rules, sequence_parallel=sequence_parallel)
 
 
 def emulate_module(
-    module: nn.Module, inputs: Any, plan: Plan, seed: int = 0, *, rules: Sequence[Path | str] = ()
+    module: nn.Module,
+    inputs: Any,
+    plan: Plan,
+    seed: int = 0,
+    *,
+    rules: Sequence[Path | str] = (),
+    sequence_parallel: bool = False,
 ) -> Result:
     """As :func:`verify_emulated`, for a real module, which is perturbed in place.
 
@@ -150,8 +175,9 @@ def emulate_module(
     with eval_mode(module), Exact(dtype_of(tolerance)):
         trace = capture(module, inputs, values=True, rules=load_rules([Path(r) for r in rules]))
         found = reproduce(trace, plan, [Path(r) for r in rules])
-        emulation = found.emulate()
-        checks = compare_asked(module, inputs, trace, found, plan)
+        sliced = sliced_flow(found.choice.flow, plan) if sequence_parallel else None
+        emulation = found.emulate(sliced)
+        checks = compare_asked(module, inputs, trace, found, plan, sliced)
     bound = tolerance.bound
     checks += [Check("op", f"{d.name} in {d.module or 'the model'}", d.error, bound, "eval") for d in emulation.forward]
     checks += [Check("output", d.name, d.error, bound, "eval") for d in emulation.outputs]

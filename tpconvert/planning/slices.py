@@ -1,0 +1,63 @@
+"""The sliced form of a plan: found, proved by shapes as the plan itself is, and kept in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from tpconvert.analyze.capture import Inputs, Trace
+from tpconvert.analyze.choose import Choice
+from tpconvert.analyze.planner import Planner
+from tpconvert.analyze.slicing import slice_flow
+from tpconvert.analyze.trees import map_tensors, tensor_slots
+from tpconvert.planning.proof import prove_shapes
+from tpconvert.spec.plan import Plan, Slices
+from tpconvert.spec.sliced import with_sliced_form
+
+
+def with_slices(
+    module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice, planner: Planner, plan: Plan, training: Any
+) -> Plan:
+    """``plan`` with its sliced form, or with why it has none.
+
+    A module whose forward does not run on slices, or not in the shapes expected, is made to see whole values.
+    """
+    whole: frozenset[str] = frozenset()
+    while True:
+        flow, why = slice_flow(choice.flow, whole)
+        if flow is None:
+            return replace(plan, slices=Slices(why))
+        sliced, refused = planner.sliced(flow, training)
+        candidate = with_sliced_form(plan, sliced, flow.sliced_inputs, tuple(sorted(whole)))
+        faults = dict(refused)
+        if not faults:
+            found = prove_shapes(module, inputs, trace, replace(choice, flow=flow), candidate)
+            faults = {f.module: f.why for f in found}
+        if not faults:
+            return candidate
+        if faults.keys() <= whole:
+            path, why = next(iter(faults.items()))
+            return replace(plan, slices=Slices(f"{path or 'the model'}: {why}"))
+        whole |= faults.keys()
+
+
+def divided(inputs: Any, plan: Plan) -> Any:
+    """``inputs`` with sequences cut off where ranks would not get equally many tokens; None where some get none."""
+    slots = dict(tensor_slots(inputs))
+    known = [(slots.get(slot.partition(".")[2]), dim) for slot, dim in plan.slices.inputs]
+    dims = {(id(t), dim) for t, dim in known if t is not None}
+    lengths = {t.shape[dim] for t, dim in known if t is not None}
+    if min(lengths, default=plan.tp) < plan.tp:
+        return None
+
+    def cropped(t: Tensor) -> Tensor:
+        kept = t
+        for dim, n in enumerate(t.shape):
+            alike = n in lengths and dim > 0 and not t.is_floating_point()  # a mask that the plan does not know of
+            if (id(t), dim) in dims or alike:
+                kept = kept.narrow(dim, 0, n // plan.tp * plan.tp)
+        return kept.clone()
+
+    return map_tensors(cropped, inputs)
