@@ -367,3 +367,11 @@ def test_a_longer_input_has_its_entries_over_again() -> None:
     made = resized({"ids": torch.arange(6).view(2, 3), "n": 4}, [(3, 5)])
     assert made["ids"].tolist() == [[0, 1, 2, 0, 1], [3, 4, 5, 3, 4], [0, 1, 2, 0, 1]]
     assert made["n"] == 4
+
+
+def test_a_checked_forward_compiles_into_one_graph() -> None:
+    module = seeded(lambda: Framed(Rare(22), 22))
+    local = parallelize(module, make_plan(module, {"x": floats(3, 7, 22)}, tp=2), dry_mesh(0, 2))
+    compiled = torch.compile(local.core, backend="aot_eager", fullgraph=True, dynamic=True)
+    for shape in ((3, 7, 22), (4, 9, 22)):
+        torch.testing.assert_close(compiled(floats(*shape)), local.core(floats(*shape)))

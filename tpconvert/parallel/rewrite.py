@@ -263,7 +263,7 @@ def read(owner: Any, path: str) -> Any:
 
 def expect(found: bool, wanted: bool, where: str, says: str) -> None:
     """Refuse a call that is not of the recorded kind."""
-    if bool(found) is not wanted:
+    if (not found) if wanted else found:  # torch.compile guards what is asked so
         raise PlanError(
             f"{where or 'the root module'}: its forward was regenerated for calls where {says} is {wanted}; "
             f"here it is {not wanted}.",
