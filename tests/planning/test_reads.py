@@ -83,7 +83,7 @@ class BufferBias(Net):
 
 
 class Slices(Net):
-    """A cut buffer from a list, as far as it is needed: the whole one in its place would still run."""
+    """A cut buffer from a list, as far as it is needed: it stays in its dtype when the module moves to another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         for reach in ("attribute", "list of parameters", "dict of parameters", "own list", "named", "table")
     },
     "by path": lambda: Net("by path"),
-    **{kind.__name__: kind for kind in (Weights, Shared, BufferBias, Slices)},
+    **{kind.__name__: kind for kind in (Weights, Shared, BufferBias)},
 }
 
 
@@ -132,10 +132,18 @@ def test_what_a_read_changes_is_changed_however_it_is_reached(name: str, run_ran
     assert same, verdict
 
 
-@pytest.mark.parametrize("name", ["own list", "named", "table", "Weights", "Slices"])
+@pytest.mark.parametrize("name", ["own list", "named", "table", "Weights"])
 def test_a_forward_that_reads_past_the_attribute_is_rewritten_and_says_why(name: str) -> None:
     (rewrite,) = make_plan(*built(name), tp=2).rewrites
     assert "not as its module's attribute" in rewrite.reason
+
+
+def test_a_buffer_in_a_list_does_not_follow_the_dtype_and_stays_whole() -> None:
+    torch.manual_seed(0)
+    plan = make_plan(Slices(), (torch.randn(3, 7, 24),), tp=2)
+    assert not plan["up.weight"].layout.cut
+    assert "it reads scale not as its module's attribute" in plan["up.weight"].reason
+    assert "it takes another path in another dtype" in plan["up.weight"].reason
 
 
 def test_what_cannot_be_rewritten_stays_whole_with_the_reason() -> None:

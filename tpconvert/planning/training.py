@@ -66,9 +66,9 @@ class Training:
     def refusal(self, path: str) -> str:
         """Why the forward of a module cannot be written from its recorded ops; empty where it can."""
         mine = self.calls[path]
-        for other in self.trained:
+        for other, where in zip(self.trained, ("training", "another dtype"), strict=True):
             if other is None or len(other[path]) != len(mine) or constants_that_differ(mine, other[path]) is None:
-                return "it takes another path in training"
+                return f"it takes another path in {where}"
         for other in self.resized[0]:
             if constants_that_differ(mine, other[path]) != {}:
                 return "it does something else at another size of the inputs"
