@@ -36,7 +36,7 @@ def plan_schema() -> Schema:
     body = _of_class(plan.Plan, "The plan: what is cut and why, and what is done about it.")
     found = _head("plan.json", plan.FORMAT, body)
     found["properties"] = {"format": {"const": plan.FORMAT}} | body["properties"]
-    kinds = (plan.Verdict, plan.Boundary, plan.Edit, plan.Rewrite, plan.Switch, plan.Axis)
+    kinds = (plan.Verdict, plan.Boundary, plan.Edit, plan.Rewrite, plan.Switch, plan.Axis, plan.Slices)
     return found | {"$defs": {kind.__name__: _of_class(kind, _doc(kind)) for kind in kinds} | _layouts()}
 
 
