@@ -19,6 +19,7 @@ from tpconvert.errors import CheckpointError, PlanError, TPConvertError
 from tpconvert.options import (
     check_plan_options,
     compared,
+    local_path,
     open_named,
     plan_of,
     plan_of_folder,
@@ -88,7 +89,7 @@ def plan_options(function: F) -> F:
     return function
 
 
-out_option = click.option("-o", "--out", required=True, metavar="DIR", help="The folder to write.")
+out_option = click.option("-o", "--out", required=True, metavar="DIR", callback=local_path, help="The folder to write.")
 force_option = click.option("--force", is_flag=True, help="Replace an output that exists.")
 check_option = click.option("--check", is_flag=True, help="Compare every file with its hash first.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -110,7 +111,7 @@ def main(traceback: bool) -> None:
 @click.argument("source")
 @plan_options
 @source_options
-@click.option("-o", "--out", metavar="FILE", help="Write the plan.")
+@click.option("-o", "--out", metavar="FILE", callback=local_path, help="Write the plan.")
 @click.option(
     "--format",
     "form",
@@ -194,7 +195,7 @@ def shard(
 
 @main.command()
 @click.argument("source")
-@click.argument("folder", required=False)
+@click.argument("folder", required=False, callback=local_path)
 @plan_options
 @source_options
 @click.option("--plan", "plan_file", metavar="FILE", help="Use this plan.json instead of making one.")
@@ -252,7 +253,7 @@ def verify(
 
 
 @main.command(context_settings={"ignore_unknown_options": True})
-@click.argument("folder")
+@click.argument("folder", callback=local_path)
 @click.option("--config", required=True, metavar="FILE", help="The training configuration, in YAML.")
 @click.option(
     "--nproc-per-node", type=click.IntRange(min=1), metavar="N", help="Ranks here. [default: the folder's tp]"
@@ -277,7 +278,7 @@ def train(folder: str, config: str, nproc_per_node: int | None, more: tuple[str,
 
 
 @main.command()
-@click.argument("folder")
+@click.argument("folder", callback=local_path)
 @out_option
 @force_option
 @check_option
@@ -292,7 +293,7 @@ def merge(folder: str, out: str, force: bool, check: bool) -> None:
 
 
 @main.command()
-@click.argument("folder")
+@click.argument("folder", callback=local_path)
 @click.option("--tp", required=True, type=click.IntRange(min=1), metavar="M", help="The new degree.")
 @out_option
 @force_option
@@ -308,7 +309,7 @@ def reshard(folder: str, tp: int, out: str, force: bool, check: bool) -> None:
 
 
 @main.command()
-@click.argument("folder")
+@click.argument("folder", callback=local_path)
 @check_option
 @json_option
 @all_option

@@ -9,11 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tpconvert.errors import PlanError
+from tpconvert.errors import CheckpointError, PlanError
 
 if TYPE_CHECKING:
     from tpconvert.source import Source
     from tpconvert.spec.plan import Plan
+
+
+def local_path(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A path of this machine: an output is put in its place by one rename, which object stores do not know."""
+    if value is not None and "://" in value:
+        raise CheckpointError(
+            f"{value} is a URL; tpconvert reads and writes folders of a file system, so that an output is there whole "
+            "or not at all.",
+            hint="Name a folder on a disk or of a mounted bucket, and copy it from or to there.",
+        )
+    return value
 
 
 def planned(
