@@ -90,6 +90,13 @@ def test_a_damaged_plan_does_not_validate(sharded, keys, value):
     assert not PLAN.is_valid(damaged(sharded / "plan.json", *keys, value=value))
 
 
+def test_the_sliced_form_is_in_the_schema(sharded):
+    data = json.loads((sharded / "plan.json").read_text())
+    assert "reason" not in data["slices"]
+    data["slices"]["inputs"] = [["kwargs.input_ids", "one"]]
+    assert not PLAN.is_valid(data)
+
+
 @pytest.mark.parametrize("keys", [("format",), ("verdicts",), ("verdicts", 0, "reason")])
 def test_a_plan_with_something_missing_does_not_validate(sharded, keys):
     assert not PLAN.is_valid(damaged(sharded / "plan.json", *keys, drop=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -36,7 +36,7 @@ def plan_schema() -> Schema:
     body = _of_class(plan.Plan, "The plan: what is cut and why, and what is done about it.")
     found = _head("plan.json", plan.FORMAT, body)
     found["properties"] = {"format": {"const": plan.FORMAT}} | body["properties"]
-    kinds = (plan.Verdict, plan.Boundary, plan.Edit, plan.Rewrite, plan.Switch, plan.Axis, plan.Slices)
+    kinds = [kind for kind in _classes(plan.Plan) if kind not in (Block, Layout)]
     return found | {"$defs": {kind.__name__: _of_class(kind, _doc(kind)) for kind in kinds} | _layouts()}
 
 
@@ -105,6 +105,19 @@ def _of_class(kind: Any, text: str) -> Schema:
     }
 
 
+def _classes(kind: Any) -> list[Any]:
+    """The dataclasses that one is made of, and those that they are, each once."""
+    found: dict[Any, None] = {}
+    pending = [get_type_hints(kind)[f.name] for f in fields(kind) if f.init]
+    while pending:
+        hint = pending.pop(0)
+        if is_dataclass(hint) and hint not in found:
+            found[hint] = None
+            pending += [get_type_hints(hint)[f.name] for f in fields(hint) if f.init]
+        pending += get_args(hint)
+    return [*found]
+
+
 def _field(name: str, hint: Any) -> Schema:
     if name == "tp":
         return {"type": "integer", "minimum": 1}
@@ -125,7 +138,8 @@ def _of_type(hint: Any) -> Schema:
     if origin is tuple and args[-1] is ...:
         return {"type": "array", "items": _of_type(args[0])}
     if origin is tuple:
-        return {"type": "array", "minItems": len(args), "maxItems": len(args)}
+        items = [_of_type(a) for a in args]
+        return {"type": "array", "prefixItems": items, "minItems": len(args), "maxItems": len(args)}
     if origin is dict or hint is dict:
         return {"type": "object"}
     plain = {str: "string", int: "integer", bool: "boolean", type(None): "null"}
