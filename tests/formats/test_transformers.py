@@ -47,6 +47,13 @@ def test_a_model_that_transformers_cuts_by_our_plan_is_equal(pair, name):
     assert pair.run(under_transformers, 2, name, plan) == [[], []]
 
 
+def test_a_style_that_is_missing_shows_in_a_gradient(pair):
+    plan, _ = told("qwen3")
+    without = plan | {"model.layers.*.self_attn.q_norm": "replicate"}
+    found = pair.run(under_transformers, 2, "qwen3", without)
+    assert found[0] and all("q_norm.weight" in line for line in found[0]), found
+
+
 def test_a_plan_names_layers_as_transformers_does():
     plan, _ = told("qwen3")
     assert plan["model.layers.*.self_attn.q_norm"] == "replicated_with_grad_allreduce"
