@@ -2,6 +2,7 @@
 
     python benchmarks/tp_step.py --tp 2 --layers 8 --tokens 4096
     torchrun --nproc-per-node 2 benchmarks/tp_step.py --tokens 4096
+    torchrun --nproc-per-node 2 benchmarks/tp_step.py --tokens 4096 --sequence-parallel
 
 Under torchrun the ranks are real and talk over NCCL.  Alone, this process is rank 0 of a fake process group: compute
 and launch cost are measured, the network is left out.  Forward and backward, bf16, AdamW left out; median of the
@@ -57,7 +58,8 @@ def main() -> None:
     say(mesh, f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.cuda.get_device_name()}")
     say(
         mesh,
-        f"Llama 4096/14336, {options.layers} layers, {options.tokens} tokens, bf16, tp={mesh.degree}, "
+        f"Llama 4096/14336, {options.layers} layers, {options.tokens} tokens in {options.batch}, bf16, "
+        f"tp={mesh.degree}{', sequence parallel' * options.sequence_parallel}, "
         f"{'NCCL' if real else 'fake process group'}; planned in {time.perf_counter() - began:.1f} s",
     )
     say(mesh, f"{'':28}{'ms':>8}{'peak GiB':>10}{'efficiency':>12}")
@@ -67,7 +69,7 @@ def main() -> None:
             if name == "whole" and mesh.rank:
                 dist.barrier()
                 continue
-            step = prepared(skeleton, config, plan if name == "converted" else None, mesh, compiled, options.tokens)
+            step = prepared(skeleton, config, plan if name == "converted" else None, mesh, compiled, options)
             times[name, compiled], peak = measure(step, options.steps)
             ratio = (
                 times["whole", compiled] / (mesh.degree * times[name, compiled])
@@ -90,7 +92,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=2, help="the degree when not under torchrun")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=1, help="sequences that the tokens are of")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--sequence-parallel", action="store_true", help="slices of the tokens between regions")
     return parser.parse_args()
 
 
@@ -105,7 +109,12 @@ def start_group(tp: int, real: bool, device: torch.device) -> None:
 
 
 def prepared(
-    skeleton: nn.Module, config: LlamaConfig, plan: Plan | None, mesh: Mesh, compiled: bool, tokens: int
+    skeleton: nn.Module,
+    config: LlamaConfig,
+    plan: Plan | None,
+    mesh: Mesh,
+    compiled: bool,
+    options: argparse.Namespace,
 ) -> Callable[[], None]:
     """One forward and backward, of the whole model or of this rank's part."""
     module = copy.deepcopy(skeleton)
@@ -113,7 +122,7 @@ def prepared(
     if plan is not None:
         (head,) = output_gathers(plan)
         blocks = head.blocks
-        parallelize(module, plan, mesh, gather_output=False)
+        parallelize(module, plan, mesh, gather_output=False, sequence_parallel=options.sequence_parallel)
     for part in module.modules():
         for name, p in part._parameters.items():
             if p is not None:
@@ -123,8 +132,9 @@ def prepared(
     if compiled:
         for layer in module.model.layers:
             layer.compile(fullgraph=True)
-    ids = torch.randint(0, config.vocab_size, (1, tokens), device=mesh.device)
-    labels = torch.randint(0, config.vocab_size, (1, tokens), device=mesh.device)
+    shape = options.batch, options.tokens // options.batch
+    ids = torch.randint(0, config.vocab_size, shape, device=mesh.device)
+    labels = torch.randint(0, config.vocab_size, shape, device=mesh.device)
 
     def step() -> None:
         logits = module(input_ids=ids, use_cache=False).logits

@@ -1,11 +1,12 @@
 """Plans and folders as text."""
 
 import json
+from dataclasses import replace
 
 from tpconvert.report import folder_rows, folder_text, plan_report, plan_text
 from tpconvert.spec.layout import Block, Layout
 from tpconvert.spec.manifest import Entry, Manifest
-from tpconvert.spec.plan import Boundary, Edit, Plan, Verdict
+from tpconvert.spec.plan import Boundary, Edit, Plan, Slices, Verdict
 
 FFN = Layout(0, (Block(6),))
 
@@ -26,6 +27,13 @@ def small_plan(layers=3, tp=2, odd=None):
         boundaries.append(Boundary("reduce", f"layers.{i}.down", "output", ("",), shape=(2, 5, 4), dtype="float32"))
         edits.append(Edit(f"layers.{i}.up", "width", 6, (Block(6),)))
     return Plan(tp, tuple(verdicts), tuple(boundaries), tuple(edits), notes=("a guess",), source={"name": "toy"})
+
+
+def test_the_sequence_can_be_parallel_or_there_is_a_reason():
+    plan = small_plan(1)
+    assert "  sequence  not parallel: its plan was made without looking" in plan_text(plan_report(plan))
+    plan = replace(plan, slices=Slices(inputs=(("kwargs.input_ids", 1),)))
+    assert "  sequence  can be parallel along dim 1 of input_ids\n" in plan_text(plan_report(plan))
 
 
 def test_alike_layers_are_one_line():
@@ -103,6 +111,7 @@ toy, tp=2
   whole     84 parameters, 336 B
   per rank  48 parameters, 192 B
   cut       85.7 % of the parameters
+  sequence  not parallel: its plan was made without looking for slices
 
 Cut
   layers.*.up.weight  x3  [6, 4]  dim 0  [3, 4]  mlp: column

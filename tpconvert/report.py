@@ -74,6 +74,8 @@ class PlanReport:
     edits: tuple[str, ...]
     rewrites: tuple[str, ...]
     notes: tuple[str, ...]
+    sequence: str
+    """Whether values between regions can be slices of the tokens, or why not."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -97,7 +99,15 @@ def plan_report(plan: Plan, *, fold: bool = True) -> PlanReport:
         edits=_edit_rows(plan),
         rewrites=tuple(f"{name}: {why}" for name, why in _folded([(r.module, r.reason) for r in plan.rewrites])),
         notes=plan.notes,
+        sequence=_sequence(plan),
     )
+
+
+def _sequence(plan: Plan) -> str:
+    if plan.slices.reason:
+        return f"not parallel: {plan.slices.reason}"
+    places = ", ".join(f"dim {dim} of {slot.partition('.')[2]}" for slot, dim in plan.slices.inputs)
+    return f"can be parallel{f' along {places}' if places else ''}"
 
 
 def plan_text(report: PlanReport) -> str:
@@ -111,6 +121,7 @@ def plan_text(report: PlanReport) -> str:
         f"  per rank  {_count(most.parameters)} parameters, {_bytes(most.bytes)}"
         + ("" if len(set(report.ranks)) == 1 else " (the fullest rank)"),
         f"  cut       {_percent(share)} of the parameters",
+        f"  sequence  {report.sequence}",
     ]
     lines += _titled("Cut", _columns(map(_cut_cells, cut)))
     lines += _titled("Whole", _whole_lines(report.tensors))
