@@ -144,9 +144,10 @@ def _at_size(make: Any, config: Any, by: str) -> tuple[Built | None, list[Except
             module = make(config).eval()
         search = Search(module, config)
         inputs = search.run()
-        if len(search.refused) == search.trials:
-            return None, [error for _, error in search.refused[:REFUSALS]]
-        richer = [error for given, error in search.refused if given.keys() - inputs.keys()]
+        refused = sorted(search.refused, key=lambda refusal: -refusal.reached)
+        if any(refusal.given is inputs for refusal in refused):
+            return None, [refusal.error for refusal in refused[:REFUSALS]]
+        richer = [refusal.error for refusal in refused if refusal.given.keys() - inputs.keys()]
         return _run(module, inputs, by, SLOW), richer[:REFUSALS]
     except Exception as error:
         return None, [error]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.small import EXPERTS, LAYERS, VOCABULARY
-from tpconvert.source.documented import parts
+from tpconvert.source.documented import entry, parts
 from tpconvert.source.inputs import Search
 from tpconvert.source.towers import KINDS
 
@@ -60,11 +60,15 @@ def mend(config: Any, error: BaseException) -> bool:
 
 def _sections(config: Any, total: int, sizes: list[int]) -> bool:
     """Sections of the rotary dims that add up, in the proportions of those that do not."""
+    roped = [part for part in parts(config) if isinstance(entry(part, "rope_parameters"), dict)]
+    held = [part.rope_parameters.get("mrope_section") for part in roped]
+    if any(sizes == [2 * n for n in h or ()] or sizes == 2 * (h or []) for h in held):
+        total, sizes = total // 2, next(h for h in held if h)
     scaled = [n * total // sum(sizes) for n in sizes]
     scaled[0] += total - sum(scaled)
-    part = next((p for p in parts(config) if isinstance(getattr(p, "rope_parameters", None), dict)), None)
-    if part is None or min(scaled) < 1:
+    if not roped or min(scaled) < 1:
         return False
+    part = roped[0]
     return _set(part, "rope_parameters", part.rope_parameters | {"mrope_section": scaled})
 
 
@@ -86,8 +90,8 @@ def _absent(part: Any, name: str) -> bool:
 
 def guess(part: Any, name: str) -> Any:
     """A value for a number that is missing."""
-    width = next((v for n in ("hidden_size", "d_model", "dim") if isinstance(v := getattr(part, n, None), int)), 32)
-    heads = getattr(part, "num_attention_heads", None) or 4
+    width = next((v for n in ("hidden_size", "d_model", "dim") if (v := _count(part, n))), 32)
+    heads = _count(part, "num_attention_heads") or 4
     if name.endswith(("token_id", "token_index")):
         taken = {v for v in vars(part).values() if isinstance(v, int)}
         return next(i for i in range(VOCABULARY - 1, 0, -1) if i not in taken)
@@ -160,7 +164,7 @@ def divisible(config: Any) -> None:
 
 
 def _count(part: Any, name: str) -> int:
-    value = getattr(part, name, None)
+    value = entry(part, name)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 

@@ -25,12 +25,14 @@ _CHOSEN = re.compile(r"experts_per_tok|experts_per_token|moe_k$|moe_top_?k|^top_
 _WIDTHS = re.compile(
     r"(^|_)(dim|dims|width|rank|d_model|d_ff|d_kv|n_embd|n_inner|d_inner|inner|ffn|d_head)$"
     r"|(hidden|intermediate|head|embedding|projection|attention|ffn|mlp|embed|inner|key|value|rope|nope)_?(size|dim|channels)$"
-    r"|channels$|_features$|groups$"
+    r"|channels$|_features$|groups$|dim_per_stage$|channel_list$"
 )
 _HEAD_WIDTHS = re.compile(r"(^|_)(d_kv|d_head|head_dim|head_size|nope_dim|rope_dim|kv_channels)$")
 _TAPS = re.compile(r"out_indices$|deepstack|extract_layers|intermediate_\w*indices|feature_layers?$|target_layer")
 _SOME = re.compile(r"(layers|layer_ids|indexes|indices)$")
-_NOT_WIDTHS = re.compile(r"vocab|patch|image|window|num_channels|in_channels|out_channels|mel|^num_features|type")
+_NOT_WIDTHS = re.compile(
+    r"vocab|patch|image|window|num_channels|in_channels|out_channels|mel|^num_features|type|in_dim$|input_dim$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,13 @@ class Attempt:
 
 
 ATTEMPTS = (
-    *(Attempt(16, 4, image) for image in (4, 1)),
+    Attempt(16, 4, 4),
+    Attempt(8, 8, 1),
     Attempt(16, 4, 1, fewer=False),
-    *(Attempt(16, 16, image) for image in (4, 1)),
-    *(Attempt(width, heads, 1) for width, heads in ((8, 8), (8, 1), (4, 1), (2, 1), (1, 1))),
+    Attempt(16, 16, 1),
+    *(Attempt(width, 1, 1) for width in (8, 4, 2, 1)),
     *(Attempt(width, heads, 2) for width, heads in ((16, 4), (1, 1))),
+    Attempt(16, 16, 4),
     Attempt(8, 8, 1, fewer=False),
 )
 

@@ -133,14 +133,22 @@ def parts(config: Any) -> Iterator[Any]:
         level = [v for part in level for v in vars(part).values() if hasattr(v, "to_dict") and hasattr(v, "__dict__")]
 
 
+def entry(config: Any, name: str) -> Any:
+    """An attribute of a config; None where it has none, or another one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers raises one of its own kind where layers differ
+        return None
+
+
 def value_in(config: Any, name: str) -> Any:
     """An entry of the config, or of the first of its parts that has it."""
-    return next((v for part in parts(config) if (v := getattr(part, name, None)) is not None), None)
+    return next((v for part in parts(config) if (v := entry(part, name)) is not None), None)
 
 
 def size_in(config: Any, name: str) -> int | None:
     """A positive integer of the config, or of the first of its parts that has one of that name."""
-    found = (getattr(part, name, None) for part in parts(config))
+    found = (entry(part, name) for part in parts(config))
     return next((v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
 

@@ -11,8 +11,8 @@ import itertools
 import linecache
 import re
 import traceback
-from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,6 +54,16 @@ def example_inputs(module: nn.Module, config: Any) -> Given:
     return Search(module, config).run()
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Inputs that a forward did not take."""
+
+    given: Given
+    error: Exception
+    reached: int
+    """How many of its modules it had called."""
+
+
 class Search:
     """The search for inputs of one module."""
 
@@ -64,30 +74,33 @@ class Search:
         self.main = getattr(module, "main_input_name", "input_ids")
         self.required = [n for n, a in self.arguments.items() if a.required]
         self.tried: set[Any] = set()
-        self.refused: list[tuple[Given, Exception]] = []
-        """What was tried before, and what the forward said of it."""
-        self.trials = 0
+        self.refused: list[Refusal] = []
 
     def run(self) -> Given:
-        """The first inputs that run; those most likely right if none do."""
+        """The first inputs that run; those that came furthest if none do.
+
+        What was mended goes in the order of how far it came before.
+        """
         self._check_known()
         skeleton = copied(self.module).eval()
-        first, later = None, deque[Given]()
+        reached = _counting(skeleton)
+        later: list[tuple[int, Given]] = []
         starts = self.starts(skeleton)
-        for _ in range(TRIALS):
-            given = next(starts, None) or (later.popleft() if later else None)
+        while len(self.refused) < TRIALS:
+            given = next(starts, None)
             if given is None:
-                break
-            first = first or given
-            self.trials += 1
+                if not later:
+                    break
+                given = later.pop(max(range(len(later)), key=lambda i: (later[i][0], -i)))[1]
+            reached.clear()
             error = fault(skeleton, given)
             if error is None:
                 return given
-            self.refused.append((given, error))
-            later += [new for new in self.mended(given, error) if self._is_new(new)]
-        if first is None:
+            self.refused.append(Refusal(given, error, len(reached)))
+            later += [(len(reached), new) for new in self.mended(given, error) if self._is_new(new)]
+        if not self.refused:
             raise self._unknown(self.main)
-        return first
+        return max(self.refused, key=lambda refusal: refusal.reached).given
 
     def _is_new(self, given: Given) -> bool:
         key = tuple(sorted((name, _told(value)) for name, value in given.items()))
@@ -185,6 +198,9 @@ class Search:
         if (made := example(argument, self.config)) is not None:
             yield {argument.name: made}
         floats = [v for v in given.values() if isinstance(v, Tensor) and v.is_floating_point() and v.dim() > 1]
+        texts = [v.shape[1] for n, v in given.items() if n == "input_ids"]
+        for text, count in ((t, v.shape[1]) for t in texts for v in floats if v.dim() > 4):
+            yield {argument.name: filled(argument.name, argument.kind, (BATCH, text, count))}
         for length in dict.fromkeys(n for v in floats for n in v.shape[1:]):
             yield {argument.name: filled(argument.name, argument.kind or "BoolTensor", (BATCH, length))}
 
@@ -198,12 +214,19 @@ class Search:
                 if isinstance(value, Tensor) and value.is_floating_point() and had in value.shape[1:]:
                     at = max(i for i, n in enumerate(value.shape) if n == had)
                     yield given | {name: random(*value.shape[:at], wants, *value.shape[at + 1 :])}
+            for name, value in given.items():
+                if name.endswith("input_ids") and value.shape[1:] == (had,):
+                    yield given | {name: words(self.config, had, wants)}
         if m := re.search(r"shape '\[\d+, (\d+), -1\]' is invalid for input of size (\d+)", text):
             books = int(m[1])
             for name, value in given.items():
                 if name.endswith("input_ids") and value.numel() == int(m[2]):
                     yield given | {name: words(self.config, value.shape[1], books)}
                     yield given | {name: words(self.config, value.shape[1]).repeat(books, 1)}
+        if re.search(r"[Ii]mage size \S+ is too small", text):
+            for name, value in given.items():
+                if isinstance(value, Tensor) and value.dim() >= 4:
+                    yield given | {name: random(*value.shape[:-2], 4 * value.shape[-2], 4 * value.shape[-1])}
         if "index out of range" in text:
             least = min(filter(None, (size_in(part, "vocab_size") for part in parts(self.config))), default=2)
             yield {n: v % least if n.endswith("input_ids") else v for n, v in given.items()}
@@ -237,8 +260,18 @@ def _widths(text: str) -> Iterator[tuple[int, int]]:
     """``(had, expected)`` of the errors that torch raises for a width that does not fit."""
     if m := re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", text):
         yield int(m[1]), int(m[2])
+    if m := re.search(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)", text):
+        yield int(m[1]), int(m[2])
     if m := re.search(r"to have (\d+) channels, but got (\d+) channels", text):
         yield int(m[2]), int(m[1])
+
+
+def _counting(module: nn.Module) -> list[None]:
+    """A list that grows with each call of a module in this one."""
+    calls: list[None] = []
+    for part in module.modules():
+        part.register_forward_pre_hook(lambda *_: calls.append(None))
+    return calls
 
 
 def fault(module: nn.Module, given: Given) -> Exception | None:
