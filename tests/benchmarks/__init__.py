@@ -1,0 +1,1 @@
+"""The programs under benchmarks that more than one person runs."""

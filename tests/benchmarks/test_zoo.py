@@ -1,0 +1,96 @@
+"""Small models of every type: smaller configurations, mended ones, and what is asked of a plan."""
+
+import json
+
+import pytest
+from transformers import DepthAnythingConfig, LlamaConfig, LlavaConfig, Qwen2VLConfig
+
+from benchmarks.zoo.facts import agreement, linear_like, way_back
+from benchmarks.zoo.mend import divisible, fit, mend
+from benchmarks.zoo.render import render
+from benchmarks.zoo.small import ATTEMPTS, small
+from tests.hf_models import build
+from tpconvert.planning import make_plan
+
+
+def test_a_backbone_with_fewer_layers_gives_out_as_many_features():
+    backbone = small(DepthAnythingConfig(), ATTEMPTS[0]).backbone_config
+    assert backbone.num_hidden_layers == 4
+    assert backbone.out_indices == [1, 2, 3, 4]
+    assert backbone.out_features == ["stage1", "stage2", "stage3", "stage4"]
+
+
+def test_a_missing_number_is_taken_from_the_message():
+    config = LlamaConfig(num_key_value_heads=4, hidden_size=64, num_attention_heads=4)
+    config.horizon_length = None
+    assert mend(config, ValueError("The `horizon_length` config needs to be specified."))
+    assert config.horizon_length == 4
+    assert not mend(config, ValueError("something else"))
+
+
+def test_rotary_sections_are_made_to_add_up():
+    config = LlamaConfig()
+    error = "split_with_sizes expects split_sizes to sum exactly to 16 (dimension -1), but got split_sizes=[16, 24, 24]"
+    assert mend(config, RuntimeError(error))
+    assert config.rope_parameters["mrope_section"] == [4, 6, 6]
+
+
+def test_heads_are_made_to_divide_the_width():
+    config = LlavaConfig(vision_config={"model_type": "siglip_vision_model", "hidden_size": 72})
+    config.vision_config.num_attention_heads = 7
+    divisible(config)
+    assert config.vision_config.num_attention_heads == 6
+
+
+def test_a_tower_gets_the_width_of_the_words():
+    text = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    text |= {"vocab_size": 60, "intermediate_size": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 24, "num_heads": 2, "patch_size": 4}
+    marks = {"image_token_id": 57, "video_token_id": 56, "vision_start_token_id": 55, "vision_end_token_id": 54}
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, **marks)
+    from transformers import Qwen2VLForConditionalGeneration
+
+    assert fit(Qwen2VLForConditionalGeneration(config).eval(), config)
+    assert config.vision_config.hidden_size == 32
+
+
+def test_linear_weights_are_told_from_other_matrices():
+    module, _ = build("mixtral")
+    names = linear_like(module)
+    assert "lm_head.weight" in names
+    assert "model.layers.0.mlp.experts.down_proj" in names
+    assert not {"model.embed_tokens.weight", "model.norm.weight"} & names
+
+
+def test_a_llama_is_cut_as_transformers_cuts_it_and_comes_back():
+    module, inputs = build("llama_few")
+    plan = make_plan(module, inputs, tp=2)
+    found = agreement(module, plan)
+    assert found["theirs"]["same"] >= 14
+    assert found["theirs"]["other"] == found["theirs"]["whole"] == 0
+    assert way_back(module, plan) == "identical"
+
+
+@pytest.mark.parametrize(("ranks", "said"), [("equal", "planned and equal"), ("not equal", "planned and NOT equal")])
+def test_the_page_counts_the_worse_of_lockstep_and_ranks(tmp_path, ranks, said):
+    line = {"type": "t", "class": "T", "outcome": "equal", "parameters": 7, "cut": 1.0, "matrices_cut": 0.5}
+    line |= {
+        "linear_cut": 0.25,
+        "worst": [["op", "x", "eval", 1e-15]],
+        "rewrites": [],
+        "notes": [],
+        "way_back": "identical",
+    }
+    line |= {"ranks": {"outcome": ranks, "why": "x"}, "torch": "2", "transformers": "5", "date": "2026-01-01"}
+    line |= {"theirs": {"same": 3, "other": 1, "whole": 0}, "degrees": {"3": {"outcome": "equal"}}}
+    (tmp_path / "run.jsonl").write_text(json.dumps(line) + "\n")
+    render(tmp_path / "run.jsonl", tmp_path / "docs")
+    page = (tmp_path / "docs/coverage.md").read_text()
+    assert f"| {said} | 1 |" in page
+    assert "| 100.0 | 25.0 |" in page
+    assert "| 3/4 |" in page
+    assert json.loads((tmp_path / "docs/coverage.jsonl").read_text())["type"] == "t"
+
+
+def test_no_attempt_is_made_twice():
+    assert len(set(ATTEMPTS)) == len(ATTEMPTS)
