@@ -166,6 +166,36 @@ def test_what_an_axis_excluded_is_cut_once_that_axis_is_given_up() -> None:
     assert axis(plan, "blocks.0.0.weight")[1] == 12
 
 
+class Branches(nn.Module):
+    """Four narrow branches side by side in each block: their sums are one sum; the width would be summed in each."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.ModuleList(nn.Linear(64, 18, bias=False) for _ in range(4))
+            self.down = nn.ModuleList(nn.Linear(18, 64, bias=False) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(down(F.gelu(up(x))) for up, down in zip(self.up, self.down, strict=True))  # type: ignore[return-value]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(22, 64), nn.Linear(64, 22)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x * x.square().mean(-1, keepdim=True).rsqrt())
+        return self.leave(x)
+
+
+def test_axes_whose_sums_are_one_are_weighed_together() -> None:
+    plan = planned((seeded(Branches), {"x": floats(3, 7, 22)}))
+    assert {axis(plan, f"blocks.{i}.up.{j}.weight")[1] for i in range(3) for j in range(4)} == {18}
+    assert sum(b.kind == "reduce" for b in plan.boundaries) == 3
+
+
 def test_a_rules_file_can_forbid_a_pattern(tmp_path: Path) -> None:
     text = '[[pattern]]\nname = "mine"\nfeatures = ["row", "columns", "gate"]\ncut = false\n'
     plan = with_rules(tmp_path, text, "gated_mlp", 2)

@@ -24,6 +24,10 @@ from tpconvert.analyze.terms import Term, atoms, find, fraction, leaves
 
 TOKENS = 4096
 """The sequence length at which communication is weighed."""
+WIDE = 4
+"""Axes that one must exclude to be compared with all of them together."""
+START = 0.5
+"""What it costs to start a collective, in elements per token over the width at which sending breaks even."""
 DEAR = "it would send more than it saves"
 
 
@@ -68,9 +72,10 @@ def choose(
         if any(name in keep for name, _ in carriers):
             rejected[atom] = "the user keeps a parameter of this axis whole"
     candidates = _candidates(ax, tp, rejected)
+    candidates = _without_dear(ax, tp, candidates, inline, early)
     while True:
         chosen = _best(ax, candidates)
-        deal = Deal(tp, {a: s for c in chosen for a, s in shares(c, tp).items()})
+        deal = _dealt(chosen, tp)
         try:
             flow = trace_flow(ax, deal.shares, inline, early)
             break
@@ -83,6 +88,40 @@ def choose(
         if c not in chosen and c.atom not in rejected:
             rejected[c.atom] = "another axis of the same layer cuts more for less communication"
     return Choice(chosen, flow, deal, rejected)
+
+
+def _dealt(chosen: Iterable[Candidate], tp: int) -> Deal:
+    return Deal(tp, {a: s for c in chosen for a, s in shares(c, tp).items()})
+
+
+def _without_dear(
+    ax: Axes, tp: int, candidates: list[Candidate], inline: frozenset[fx.Node], early: frozenset[str]
+) -> list[Candidate]:
+    """The candidates without those that are better replaced by the several axes they exclude.
+
+    An axis that runs through many layers (the width of the model, where norms are means) is weighed by itself against
+    axes whose sums may turn out to be one and the same.  So the collectives of both choices are found and counted.
+    """
+    for wide in _best(ax, candidates):
+        excluded = [c for c in candidates if c.atom in ax.multiplies.get(wide.atom, ())]
+        if len(excluded) < WIDE:
+            continue
+        others = [c for c in candidates if c is not wide]
+        if _worth(ax, tp, _best(ax, others), inline, early) >= _worth(ax, tp, _best(ax, candidates), inline, early):
+            candidates = others
+    return candidates
+
+
+def _worth(ax: Axes, tp: int, chosen: list[Candidate], inline: frozenset[fx.Node], early: frozenset[str]) -> float:
+    """What a choice saves, less what its collectives cost: elements sent, and a start each."""
+    try:
+        flow = trace_flow(ax, _dealt(chosen, tp).shares, inline, early)
+    except ConflictError:
+        return -math.inf
+    rows, sequence = _tokens(ax)
+    even = _break_even(ax)
+    sent = sum(_elements(ax, p.node, sequence) / rows + START * even for p in flow.placed)
+    return sum(c.parameters for c in chosen) - sent * even
 
 
 def _candidates(ax: Axes, tp: int, rejected: dict[Term, str]) -> list[Candidate]:
