@@ -49,6 +49,10 @@ test-coverage: $(READY)
 
 bench: $(READY)
 	$(PY) benchmarks/planning.py
+	$(PY) benchmarks/checkpoint.py speed
+	$(PY) benchmarks/checkpoint.py load
+	$(PY) benchmarks/checkpoint.py memory --gb 2
+	$(PY) benchmarks/checkpoint.py plan
 	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(PY) benchmarks/tp_step.py; fi
 
 wheel: $(READY)

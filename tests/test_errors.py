@@ -234,7 +234,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(sharded, tmp_path, monkeypat
     def refuse(self, value):
         raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
 
-    monkeypatch.setattr(tensorfile.TensorFileWriter, "write", refuse)
+    monkeypatch.setattr(tensorfile.TensorFileWriter, "put", refuse)
     assert "the disk is full" in fails("merge", sharded, "-o", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

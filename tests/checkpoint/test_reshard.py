@@ -147,7 +147,7 @@ def test_large_ranks_are_split_with_an_index(tmp_path):
 
 def test_tensors_larger_than_one_run_are_exact(tmp_path, monkeypatch):
     monkeypatch.setattr("tpconvert.checkpoint.write.RUN", 256)
-    monkeypatch.setattr("tpconvert.checkpoint.write.RELEASE_EVERY", 300)
+    monkeypatch.setattr("tpconvert.checkpoint.pipe.RELEASE_EVERY", 300)
     weights = tensor_weights({"x": torch.rand(24, 30), "y": torch.rand(7, 40, 3)})
     plan = plan_of(weights, 3, {"x": rows((24, 30), 1), "y": rows((7, 40, 3), 1)})
     shard(weights, plan, tmp_path / "out")

@@ -7,17 +7,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
 from tests.checkpoint.frame import menagerie
+from tpconvert.checkpoint.header import DTYPES, make_header, parse_header, read_header
 from tpconvert.checkpoint.pieces import same_bytes
-from tpconvert.checkpoint.tensorfile import (
-    DTYPES,
-    TensorFile,
-    TensorFileWriter,
-    hash_file,
-    load_pickle,
-    make_header,
-    parse_header,
-    read_header,
-)
+from tpconvert.checkpoint.tensorfile import TensorFile, TensorFileWriter, hash_file, load_pickle
 from tpconvert.errors import CheckpointError
 
 

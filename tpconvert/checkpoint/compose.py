@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ Box = tuple[tuple[int, int], ...]
 Leaf = Callable[[str], Tensor]
 """The tensor a :class:`Take` names, best as a view of a mapped file."""
 
+Read = Callable[[str, Box], Tensor]
+"""A box of the tensor a :class:`Take` names, of any dtype of the same width."""
+
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -27,20 +32,31 @@ def full(shape: Sequence[int]) -> Box:
 
 def compose(recipe: Recipe, box: Box, leaf: Leaf) -> Tensor:
     """The elements of ``box``, bit for bit, as integers of the same width (so that no dtype is in the way)."""
+    return compose_read(recipe, box, lambda name, part: part_of(leaf(name), part))
+
+
+def compose_read(recipe: Recipe, box: Box, read: Read) -> Tensor:
+    """The same, from a function that reads a box at a time."""
     match recipe:
         case Take(name=name):
-            return raw(leaf(name))[tuple(slice(start, stop) for start, stop in box)]
+            return raw(read(name, box))
         case Narrow(of=of, dim=dim, start=start):
             low, high = box[dim]
-            return compose(of, (*box[:dim], (low + start, high + start), *box[dim + 1 :]), leaf)
+            return compose_read(of, (*box[:dim], (low + start, high + start), *box[dim + 1 :]), read)
         case Permute(of=of, dims=dims):
             inner = [(0, 0)] * len(dims)
             for out, dim in enumerate(dims):
                 inner[dim] = box[out]
-            return compose(of, tuple(inner), leaf).permute(dims)
+            return compose_read(of, tuple(inner), read).permute(dims)
         case Join():
-            return _compose_join(recipe, box, leaf)
-    return _compose_reshape(recipe.of, recipe.shape, box, leaf)
+            return _compose_join(recipe, box, read)
+    return _compose_reshape(recipe.of, recipe.shape, box, read)
+
+
+def part_of(tensor: Tensor, box: Box, start: Box = ()) -> Tensor:
+    """A box of a tensor, which itself is the box that begins at ``start``: a view."""
+    start = start or full(tensor.shape)
+    return tensor[tuple(slice(a - low, z - low) for (a, z), (low, _) in zip(box, start, strict=True))]
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -50,31 +66,61 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.view(_RAW[tensor.dtype.itemsize])
 
 
-def runs(shape: Shape, itemsize: int, limit: int) -> Iterator[Box]:
-    """Boxes of whole rows of the first dim, of about ``limit`` bytes each, that make up the tensor in order."""
-    row = math.prod(shape[1:]) * itemsize
-    if not shape or row * shape[0] <= limit:
-        yield full(shape)
-        return
-    step = max(limit // row, 1)
-    for start in range(0, shape[0], step):
-        yield ((start, min(start + step, shape[0])), *full(shape[1:]))
+def run_around(shape: Shape, box: Box) -> Box:
+    """The smallest box of a tensor of ``shape`` that is one run of its elements and holds ``box``."""
+    if any(start >= stop for start, stop in box):
+        return box
+    return tuple(_cover(shape, *_span(shape, box)))
 
 
-def _compose_join(join: Join, box: Box, leaf: Leaf) -> Tensor:
+def flat_range(shape: Shape, box: Box) -> tuple[int, int]:
+    """The first flat index of a box that is one run of elements, and one past its last."""
+    return _span(shape, box) if all(start < stop for start, stop in box) else (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How tensors are taken apart into runs: ``step`` rows of ``dim`` at a time, all of the later dims."""
+
+    dim: int
+    step: int
+
+    def boxes(self, shape: Shape) -> Iterator[Box]:
+        """Boxes that make up a tensor of ``shape`` in order."""
+        if not shape:
+            yield ()
+            return
+        rest = full(shape[self.dim + 1 :])
+        for at in itertools.product(*map(range, shape[: self.dim])):
+            for start in range(0, shape[self.dim], self.step):
+                stop = min(start + self.step, shape[self.dim])
+                yield (*((i, i + 1) for i in at), (start, stop), *rest)
+
+
+def split_of(shapes: Sequence[Shape], itemsize: int, limit: int) -> Split:
+    """One split for tensors that differ in one dim at most, so that runs of up to ``limit`` bytes begin together."""
+    shape = tuple(map(max, zip(*shapes, strict=True)))
+    dim = 0
+    while dim < len(shape) - 1 and math.prod(shape[dim + 1 :]) * itemsize > limit:
+        dim += 1
+    row = math.prod(shape[dim + 1 :]) * itemsize
+    return Split(dim, max(limit // max(row, 1), 1))
+
+
+def _compose_join(join: Join, box: Box, read: Read) -> Tensor:
     low, high = box[join.dim]
     found, at = [], 0
     for part in join.parts:
         size = part.shape[join.dim]
         start, stop = max(low - at, 0), min(high - at, size)
         if start < stop:
-            found.append(compose(part, (*box[: join.dim], (start, stop), *box[join.dim + 1 :]), leaf))
+            found.append(compose_read(part, (*box[: join.dim], (start, stop), *box[join.dim + 1 :]), read))
         at += size
         if at >= high:
             break
     if not found:
         first = join.parts[0]
-        return compose(first, (*box[: join.dim], (0, 0), *box[join.dim + 1 :]), leaf)
+        return compose_read(first, (*box[: join.dim], (0, 0), *box[join.dim + 1 :]), read)
     if len(found) == 1:
         return found[0]
     if len({part.dtype for part in found}) > 1:
@@ -82,11 +128,11 @@ def _compose_join(join: Join, box: Box, leaf: Leaf) -> Tensor:
     return torch.cat(found, join.dim)
 
 
-def _compose_reshape(of: Recipe, shape: Shape, box: Box, leaf: Leaf) -> Tensor:
+def _compose_reshape(of: Recipe, shape: Shape, box: Box, read: Read) -> Tensor:
     """Read the smallest box of ``of`` that is one run of elements and holds the wanted ones, then cut it down."""
     if any(start >= stop for start, stop in box):
         inner = full(of.shape)
-        empty = compose(of, ((0, 0), *inner[1:]) if inner else inner, leaf).reshape(-1)[:0]
+        empty = compose_read(of, ((0, 0), *inner[1:]) if inner else inner, read).reshape(-1)[:0]
         return empty.reshape([stop - start for start, stop in box])
     inner_box: list[tuple[int, int]] = []
     outer_box: list[tuple[int, int]] = []
@@ -101,8 +147,8 @@ def _compose_reshape(of: Recipe, shape: Shape, box: Box, leaf: Leaf) -> Tensor:
             low, high = wider
         inner_box += inner_part
         outer_box += outer_part
-    value = compose(of, tuple(inner_box), leaf).reshape([stop - start for start, stop in outer_box])
-    return value[tuple(slice(a - b, z - b) for (a, z), (b, _) in zip(box, outer_box, strict=True))]
+    value = compose_read(of, tuple(inner_box), read).reshape([stop - start for start, stop in outer_box])
+    return part_of(value, box, tuple(outer_box))
 
 
 def _groups(a: Shape, b: Shape) -> Iterator[tuple[slice, slice]]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tpconvert.checkpoint.compose import Leaf
+from tpconvert.checkpoint.compose import Box, Leaf
 from tpconvert.checkpoint.folder import (
     EXTRA,
     EXTRA_GROUP,
@@ -29,13 +30,14 @@ from tpconvert.checkpoint.folder import (
     read_plan,
     write_text,
 )
+from tpconvert.checkpoint.header import dtype_name, make_header, parse_header
 from tpconvert.checkpoint.pieces import first_holders
+from tpconvert.checkpoint.pipe import Progress
 from tpconvert.checkpoint.store import INDEX, inside
-from tpconvert.checkpoint.tensorfile import dtype_name, hash_file, make_header, parse_header
+from tpconvert.checkpoint.tensorfile import TensorFile, hash_file
 from tpconvert.checkpoint.weights import Weights, tie
 from tpconvert.checkpoint.write import (
     MAX_FILE,
-    Progress,
     Target,
     copy_files,
     index_of,
@@ -73,7 +75,7 @@ def shard(
     root = source.store.root
     with NewFolder(out, force=force, keep=() if root is None else (root,)) as new:
         new.require(sum(t.header.size for t in targets))
-        files = write_targets(new.path, targets, source.store.tensor, release=source.store.release, progress=progress)
+        files = write_targets(new.path, targets, source.store, progress=progress)
         source.store.check_unchanged()
         files |= _write_indexes(new.path, targets)
         if root is not None:
@@ -86,11 +88,10 @@ def merge(
 ) -> None:
     """Write OUT: one ordinary checkpoint with the source's names, dtypes, file split and header bytes.
 
-    ``check`` first compares every file read with its hash in the manifest.
+    ``check`` compares every file read with its hash in the manifest, too: OUT appears only if all are as written.
     """
-    held = _open(folder, check)
+    held = _open(folder)
     original = held.manifest.original
-    leaf = leaf_of(held)
     targets = []
     for file in original.files:
         header = parse_header(file.header, None, f"{held.path / manifest.NAME}: {file.name}")
@@ -101,10 +102,10 @@ def merge(
                     f"{held.path}: {name} is {list(recipes[name].shape)} here, but the source's file says "
                     f"{list(stored.shape)}: the manifest is damaged or foreign."
                 )
-        targets.append(Target(file.name, header, recipes))
+        targets.append(Target(file.name, header, recipes, file.name))
     with NewFolder(out, force=force, keep=(held.path,)) as new:
         new.require(sum(t.header.size for t in targets))
-        write_targets(new.path, targets, leaf, release=held.release, progress=progress, digest=False)
+        write_targets(new.path, targets, Pieces(held), progress=progress, digest=False, beside=_checks(held, check))
         held.check_unchanged()
         if len(targets) > 1 and not any(path.endswith(f".safetensors{INDEX}") for path in original.copied):
             write_text(new.path / f"model.safetensors{INDEX}", index_of(targets))
@@ -123,7 +124,7 @@ def reshard(
     max_file: int = MAX_FILE,
 ) -> Manifest:
     """Write OUT: the same tensors, optimizer state included, at degree ``tp``."""
-    held = _open(folder, check)
+    held = _open(folder)
     old, plan = held.manifest, read_plan(held.path)
     if tp < 1:
         raise CheckpointError(f"{folder}: cannot be cut for {tp} ranks.", hint="Use --tp 1 or more.")
@@ -137,7 +138,7 @@ def reshard(
         targets.append(_extra_target({n: (t.shape, t.dtype) for n, t in stored.items()}, tp, _extra_key))
     with NewFolder(out, force=force, keep=(held.path,)) as new:
         new.require(sum(t.header.size for t in targets))
-        files = write_targets(new.path, targets, leaf_of(held), release=held.release, progress=progress)
+        files = write_targets(new.path, targets, Pieces(held), progress=progress, beside=_checks(held, check))
         held.check_unchanged()
         files |= _write_indexes(new.path, targets)
         copy_files((inside(held.path, name), new.path / name) for name in carried(old))
@@ -242,6 +243,30 @@ def leaf_of(held: RankFolder) -> Leaf:
     return leaf
 
 
+class Pieces:
+    """The tensors that :func:`rank_key` names, to be read."""
+
+    def __init__(self, held: RankFolder) -> None:
+        self._held = held
+
+    def info(self, key: str) -> tuple[Shape, torch.dtype]:
+        """Shape and dtype."""
+        stored = self._file(key).header.tensors[key.rpartition(_AT)[2]]
+        return stored.shape, stored.dtype
+
+    def box(self, key: str, box: Box) -> Tensor:
+        """The elements of a box."""
+        return self._file(key).read(key.rpartition(_AT)[2], box)
+
+    def release(self) -> None:
+        """Give back what is held for reading."""
+        self._held.release()
+
+    def _file(self, key: str) -> TensorFile:
+        rank, group, name = key.split(_AT, 2)
+        return self._held.file(int(rank), group, name)
+
+
 def carried(held: Manifest) -> list[str]:
     """The files that belong to no rank and go along unchanged to another degree: the source's, the training state."""
     return [name for name in held.files if name != PLAN and not name.startswith("rank-")]
@@ -253,7 +278,7 @@ def _extra_key(name: str) -> str:
 
 def _extra_target(infos: Mapping[str, tuple[Shape, torch.dtype]], tp: int, key: Callable[[str], str] = str) -> Target:
     recipes = {name: Take(key(name), shape) for name, (shape, _) in infos.items()}
-    return Target(f"{rank_folder(0, tp)}/{EXTRA}", make_header(infos, rank_metadata(0, tp)), recipes)
+    return Target(f"{rank_folder(0, tp)}/{EXTRA}", make_header(infos, rank_metadata(0, tp)), recipes, EXTRA_GROUP)
 
 
 def _stored_recipe(held: RankFolder, name: str) -> Recipe:
@@ -289,11 +314,16 @@ def _finish(new: NewFolder, made: Manifest, plan: Plan, files: Mapping[str, File
     return made
 
 
-def _open(folder: Path, check: bool) -> RankFolder:
+def _open(folder: Path) -> RankFolder:
+    """The folder, all of its files there and as long as they were."""
     held = RankFolder(absolute(folder))
-    if check:
-        raise_fault(held, list(held.manifest.files))
+    raise_fault(held, held.manifest.files, sizes_only=True)
     return held
+
+
+def _checks(held: RankFolder, wanted: bool) -> list[Callable[[], None]]:
+    """What compares each file with its hash, to go on beside the reading."""
+    return [partial(raise_fault, held, [name]) for name in held.manifest.files] if wanted else []
 
 
 def _some(names: Sequence[str]) -> str:

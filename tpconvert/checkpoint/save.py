@@ -19,15 +19,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 from torch import Tensor
 
-from tpconvert.checkpoint.compose import Leaf
 from tpconvert.checkpoint.folder import EXTRA, PLAN, NewFolder, rank_folder, write_text
+from tpconvert.checkpoint.header import dtype_name
 from tpconvert.checkpoint.reshard import rank_metadata
-from tpconvert.checkpoint.tensorfile import dtype_name, full_disk, hash_file
+from tpconvert.checkpoint.store import Store
+from tpconvert.checkpoint.tensorfile import full_disk, hash_file
 from tpconvert.checkpoint.write import MAX_FILE, Target, copy_files, split_targets, write_index_file, write_targets
 from tpconvert.errors import CheckpointError
 from tpconvert.spec import manifest
@@ -59,17 +59,12 @@ def write_rank(
             dtypes = {name: tensor.dtype for name, tensor in held.items()}
             stem = group or "model"
             targets: list[Target] = split_targets(where, stem, recipes, dtypes, rank_metadata(rank, tp), max_file)
-            files |= write_targets(folder, targets, _on_cpu(held), release=lambda: None)
+            files |= write_targets(folder, targets, Store({stem: held}))
             files |= write_index_file(folder, targets, stem)
         write_text(folder / where / _HASHES, json.dumps({p: [f.size, f.sha256] for p, f in files.items()}))
     except OSError as error:
         reason = "the disk is full" if full_disk(error) else error.strerror
         raise CheckpointError(f"{folder / where}: cannot be written: {reason}.") from None
-
-
-def _on_cpu(held: Mapping[str, Tensor]) -> Leaf:
-    """Brings one tensor at a time to the CPU; the last few are kept, since each is asked for run by run."""
-    return lru_cache(maxsize=4)(lambda name: held[name].detach().cpu())
 
 
 def carry(base: Path, held: Manifest, folder: Path) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
-from tpconvert.checkpoint.tensorfile import TensorFile, load_pickle, make_header
+from tpconvert.checkpoint.compose import Box, part_of
+from tpconvert.checkpoint.header import make_header
+from tpconvert.checkpoint.tensorfile import TensorFile, load_pickle
 from tpconvert.errors import CheckpointError
 from tpconvert.spec import manifest
 from tpconvert.spec.manifest import OriginalFile, safe_path
@@ -70,11 +72,16 @@ class Store:
             return whole
         return whole.narrow(dim, start, (whole.shape[dim] if stop is None else stop) - start)
 
+    def box(self, name: str, box: Box) -> Tensor:
+        """The elements of a box on the CPU: read from its file, or a part of the tensor held."""
+        held = self._held(name)
+        return held.read(name, box) if isinstance(held, TensorFile) else part_of(held[name].detach(), box).cpu()
+
     def check_unchanged(self) -> None:
         """Raise if a file was written to or replaced since it was opened."""
         for held in self._files.values():
-            if isinstance(held, TensorFile) and held.changed():
-                raise CheckpointError(f"{held.path}: changed while it was read.", hint="Run the command again.")
+            if isinstance(held, TensorFile):
+                held.check_unchanged()
 
     def release(self) -> None:
         """Give back the memory of pages read so far."""

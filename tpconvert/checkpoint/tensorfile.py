@@ -1,223 +1,152 @@
-"""One safetensors file: its header checked before it is believed, its tensors as views of a map, a streaming writer.
-
-::
-
-    8 bytes   length of the header, little-endian
-    header    {"__metadata__": {...}, "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
-    data      the tensors, without gaps
-"""
+"""One safetensors file: its tensors as views of a map or read in pieces, and a streaming writer."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
-import json
-import math
 import mmap
 import os
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+from tpconvert.checkpoint.compose import Box, flat_range, part_of, run_around
+from tpconvert.checkpoint.header import Header, read_header
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.manifest import File
 
-LONGEST_HEADER = 100_000_000
-"""The limit of the safetensors format."""
-
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "C64": torch.complex64,
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-}
-"""In the order in which the format sorts tensors, last first, so that each is aligned."""
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_SORTED = {name: i for i, name in enumerate(reversed(DTYPES))}
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor of a file: what it is, and which bytes of the data it has."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The header of a file: its exact text, and what it says."""
-
-    text: str
-    tensors: dict[str, Stored]
-    """In the order of their bytes."""
-    metadata: dict[str, str]
-
-    @property
-    def data(self) -> int:
-        """Where the tensors begin."""
-        return 8 + len(self.text.encode())
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole file."""
-        return self.data + max((t.stop for t in self.tensors.values()), default=0)
-
-    @property
-    def encoded(self) -> bytes:
-        """The bytes before the tensors."""
-        raw = self.text.encode()
-        return len(raw).to_bytes(8, "little") + raw
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def nbytes(shape: Iterable[int], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
-    return math.prod(shape) * dtype.itemsize
-
-
-def sort_key(name: str, dtype: torch.dtype) -> tuple[int, bytes]:
-    """The place of a tensor in a file as the safetensors library writes it: wide dtypes first, then by name."""
-    if dtype not in NAMES:
-        raise CheckpointError(f"{name}: safetensors cannot store {dtype_name(dtype)}.")
-    return _SORTED[NAMES[dtype]], name.encode()
-
-
-def make_header(
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str] | None = None
-) -> Header:
-    """The header that the safetensors library writes for tensors given as name -> (shape, dtype)."""
-    data: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    stored, at = {}, 0
-    for name in sorted(tensors, key=lambda n: sort_key(n, tensors[n][1])):
-        shape, dtype = tensors[name]
-        stored[name] = Stored(dtype, tuple(shape), at, at + nbytes(shape, dtype))
-        at = stored[name].stop
-        offsets = [stored[name].start, stored[name].stop]
-        data[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-    text += " " * (-len(text.encode()) % 8)
-    return Header(text, stored, dict(metadata or {}))
-
-
-def parse_header(text: str, size: int | None, where: str) -> Header:
-    """The header in ``text``, refused where it lies about itself or about a file of ``size`` bytes."""
-    try:
-        data = json.loads(text, object_pairs_hook=_no_duplicates)
-        metadata = data.pop("__metadata__", None) or {}
-        tensors = {name: _read_entry(name, entry) for name, entry in data.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: the header is damaged ({type(error).__name__}: {error}).") from None
-    if not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"{where}: the header is damaged (its metadata are not text).")
-    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
-    end = 0
-    for name, tensor in ordered.items():
-        if tensor.start != end:
-            raise CheckpointError(f"{where}: the bytes of {name} begin at {tensor.start}, not at {end}: damaged.")
-        end = tensor.stop
-    header = Header(text, ordered, metadata)
-    if size is not None and header.size != size:
-        raise CheckpointError(f"{where}: {size} bytes long, but its header says {header.size}: cut short or damaged.")
-    return header
-
-
-def read_header(path: Path) -> Header:
-    """The checked header of a file."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, LONGEST_HEADER):
-                raise CheckpointError(f"{path}: not a safetensors file, or cut short ({size} bytes).")
-            text = file.read(length).decode("utf-8")
-    except UnicodeDecodeError:
-        raise CheckpointError(f"{path}: not a safetensors file: its header is not UTF-8.") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from None
-    return parse_header(text, size, str(path))
+START_EVERY = 64 << 20
+"""Bytes after which the disk is told to begin."""
+_SYNC_FILE_RANGE_WRITE = 2
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 class TensorFile:
-    """A safetensors file, mapped: tensors are views of it and cost no memory until they are touched."""
+    """A safetensors file: tensors are views of a map, which cost no memory until they are touched, or are read.
+
+    What is read costs memory of its own, but a file that is cut short meanwhile is an error then, not a crash.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stamp = _stamp(path)
+        self._stamp = stamp(path)
         self.header = read_header(path)
         self._map: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        if self.header.size > self.header.data:
-            with path.open("rb") as file:
-                # Copy-on-write, so that torch gets a writable buffer; nothing here writes to it.
-                self._map = mmap.mmap(file.fileno(), self.header.size, access=mmap.ACCESS_COPY)
-            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._open: _Descriptor | None = None
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor, as a view of the file."""
         stored = self.header.tensors[name]
-        raw = self._bytes[self.header.data + stored.start : self.header.data + stored.stop]
-        if raw.numel() == 0:
+        if stored.start == stored.stop:
             return torch.empty(stored.shape, dtype=stored.dtype)
+        if self._map is None:
+            with self.path.open("rb") as file:
+                # Copy-on-write, so that torch gets a writable buffer; nothing here writes to it, so none is reserved.
+                flags = mmap.MAP_PRIVATE | _NO_RESERVE
+                self._map = mmap.mmap(file.fileno(), self.header.size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        raw = self._bytes[self.header.data + stored.start : self.header.data + stored.stop]
         if raw.data_ptr() % stored.dtype.itemsize:
             raw = raw.clone()  # a header padded oddly by another writer
         return raw.view(stored.dtype).reshape(stored.shape)
 
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor, read into memory; best one run of elements, since all between its ends is read."""
+        stored = self.header.tensors[name]
+        around = run_around(stored.shape, box)
+        start, stop = (n * stored.dtype.itemsize for n in flat_range(stored.shape, around))
+        into = torch.empty(stop - start, dtype=torch.uint8)
+        self._fill(into, self.header.data + stored.start + start)
+        whole = into.view(stored.dtype).reshape([high - low for low, high in around])
+        return whole if around == box else part_of(whole, box, around)
+
     def changed(self) -> bool:
         """Whether the file at the path is another one than was opened, or was written to."""
-        return _stamp(self.path) != self._stamp
+        return stamp(self.path) != self._stamp
+
+    def check_unchanged(self) -> None:
+        """Raise if it was."""
+        if self.changed():
+            what = "changed" if self.path.exists() else "vanished"
+            raise CheckpointError(f"{self.path}: {what} while it was read.", hint="Run the command again.")
 
     def release(self) -> None:
-        """Give back the memory of the pages read so far; they are read again when touched again."""
+        """Give back the memory of pages seen so far and the open file; they are taken again when needed."""
+        self._open = None
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
+    def _fill(self, into: Tensor, at: int) -> None:
+        view, got = into.numpy().data, 0
+        try:
+            held = self._open = self._open or _Descriptor(self.path)
+            while got < len(view):
+                count = os.preadv(held.number, [view[got:]], at + got)
+                if not count:
+                    raise CheckpointError(
+                        f"{self.path}: was cut short while it was read.", hint="Run the command again."
+                    )
+                got += count
+        except OSError as error:
+            self.check_unchanged()
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}).") from None
+
+
+class _Descriptor:
+    """An open file that is closed when its last user, in whichever thread, is done with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
 
 class TensorFileWriter:
-    """Writes a file tensor by tensor in the order of its header, and hashes it on the way."""
+    """Writes a file tensor by tensor in the order of its header, and hashes it on the way.
+
+    :meth:`write` does both; :meth:`hash` and :meth:`put` are for two threads that each take all the bytes in order.
+    """
 
     def __init__(self, path: Path, header: Header, *, digest: bool = True) -> None:
         self.path = path
         self.header = header
-        self._hash = hashlib.sha256() if digest else None
+        self.digest = digest
+        self._hash = hashlib.sha256()
         self._file: BinaryIO = path.open("xb", buffering=0)
-        self._done = 0
-        self._write(memoryview(header.encoded))
+        self._done = self._started = 0
+        self.hash(memoryview(header.encoded))
+        self.put(memoryview(header.encoded))
 
     def write(self, tensor: Tensor) -> int:
         """Append the bytes of a tensor, or of a run of its first dim; the number of bytes written."""
-        flat = tensor.detach().contiguous().reshape(-1)
-        if flat.numel() == 0:
-            return 0
-        return self._write(flat.view(torch.uint8).numpy().data)
+        data = flat_bytes(tensor)
+        self.hash(data)
+        return self.put(data)
+
+    def hash(self, data: memoryview) -> None:
+        """Take the next bytes into the hash."""
+        if self.digest:
+            self._hash.update(data)
+
+    def put(self, data: memoryview) -> int:
+        """Append bytes without hashing them; their number."""
+        at = 0
+        while at < len(data):
+            at += self._write(data[at:])
+        self._done += at
+        if self._done - self._started >= START_EVERY:
+            start_writing(self._file.fileno(), self._started, self._done - self._started)
+            self._started = self._done
+        return at
 
     def close(self) -> File:
         """Force the file to the disk; its size and hash."""
@@ -225,34 +154,43 @@ class TensorFileWriter:
             raise AssertionError(f"{self.path}: {self._done} of {self.header.size} bytes written")
         os.fsync(self._file.fileno())
         self._file.close()
-        return File(self._done, self._hash.hexdigest() if self._hash else "")
+        return File(self._done, self._hash.hexdigest() if self.digest else "")
+
+    def abandon(self) -> None:
+        """Close the file as it is; no harm after :meth:`close`."""
+        self._file.close()
 
     def __enter__(self) -> TensorFileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._file.close()
+        self.abandon()
 
     def _write(self, data: memoryview) -> int:
-        if self._hash is not None:
-            self._hash.update(data)
-        at = 0
-        while at < len(data):
-            at += self._file.write(data[at:])
-        self._done += at
-        return at
+        return self._file.write(data)
 
 
-def hash_file(path: Path, step: Callable[[int], None] | None = None) -> File:
-    """The size and sha256 of a file, read in pieces; ``step`` gets the bytes of each piece."""
-    digest, size = hashlib.sha256(), 0
+def flat_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor; a copy of them where they do not lie together."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def start_writing(descriptor: int, start: int, count: int) -> None:
+    """Have the disk begin to write a range of a file, where the system can: forcing it out at the end takes less."""
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if begin is not None:
+        begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
+
+
+def hash_file(path: Path) -> File:
+    """The size and sha256 of a file, read in pieces."""
+    digest, size, piece = hashlib.sha256(), 0, memoryview(bytearray(1 << 20))
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(4 << 20):
-                digest.update(chunk)
-                size += len(chunk)
-                if step is not None:
-                    step(len(chunk))
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(piece):
+                digest.update(piece[:count])
+                size += count
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from None
     return File(size, digest.hexdigest())
@@ -287,28 +225,10 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
     return {str(name): tensor.detach() for name, tensor in data.items()}
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
+def stamp(path: Path) -> tuple[int, ...]:
+    """What changes when a file is written to or replaced; empty where there is none."""
     try:
         stat = path.stat()
     except OSError:
         return ()
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return out
-
-
-def _read_entry(name: str, entry: Mapping[str, Any]) -> Stored:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"{name} has the unknown dtype {entry['dtype']!r}")
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    start, stop = entry["data_offsets"]
-    if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
-        raise ValueError(f"{name} has a shape or an offset that is no number of rows or bytes")
-    if stop - start != nbytes(shape, dtype):
-        raise ValueError(f"{name} has {stop - start} bytes for a {dtype_name(dtype)} tensor of {list(shape)}")
-    return Stored(dtype, shape, start, stop)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tpconvert.checkpoint.compose import Box, compose, full
+from tpconvert.checkpoint.header import dtype_name
 from tpconvert.checkpoint.pieces import same_bytes
 from tpconvert.checkpoint.store import Store, open_store, other_files
-from tpconvert.checkpoint.tensorfile import dtype_name
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.manifest import NAME, Original
 from tpconvert.spec.recipe import Recipe, Take, invert, takes

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from threading import Lock
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tpconvert.checkpoint.compose import Leaf, compose, runs
+from tpconvert.checkpoint.compose import Box, compose_read, part_of, run_around, split_of
 from tpconvert.checkpoint.folder import write_text
+from tpconvert.checkpoint.header import Header, make_header, nbytes, sort_key
+from tpconvert.checkpoint.pipe import Meter, Outlet, Pipe, Progress
 from tpconvert.checkpoint.store import INDEX, write_index
-from tpconvert.checkpoint.tensorfile import Header, TensorFileWriter, hash_file, make_header, nbytes, sort_key
+from tpconvert.checkpoint.tensorfile import TensorFileWriter, hash_file
 from tpconvert.spec.manifest import File
-from tpconvert.spec.recipe import Recipe, takes
+from tpconvert.spec.recipe import Recipe, Shape, takes
 
-RUN = 16 << 20
-"""Bytes composed and written at a time."""
-RELEASE_EVERY = 32 << 20
-"""Bytes written between two releases of the pages read."""
+RUN = 1 << 20
+"""Bytes of one file that are read at a time: few, so that they are still in the processor's cache when written."""
+ROUND = 8 << 20
+"""The same of all files together."""
+LEAST_KEPT = 64 << 20
 MAX_FILE = 5_000_000_000
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
+
+class Source(Protocol):
+    """What tensors are read from."""
+
+    def info(self, name: str) -> tuple[Shape, torch.dtype]:
+        """Shape and dtype."""
+
+    def box(self, name: str, box: Box) -> Tensor:
+        """The elements of a box."""
+
+    def release(self) -> None:
+        """Give back what is held for reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +51,8 @@ class Target:
     path: str
     header: Header
     recipes: Mapping[str, Recipe]
+    group: str = ""
+    """Targets of one group hold parts of the same tensors in the same order, and are written side by side."""
 
 
 def split_targets(
@@ -60,7 +77,7 @@ def split_targets(
     for i, group in enumerate(groups, 1):
         name = stem if len(groups) == 1 else f"{stem}-{i:05d}-of-{len(groups):05d}"
         header = make_header({n: (r.shape, dtypes[n]) for n, r in group.items()}, metadata)
-        out.append(Target(f"{folder}/{name}.safetensors", header, group))
+        out.append(Target(f"{folder}/{name}.safetensors", header, group, stem))
     return out
 
 
@@ -73,67 +90,95 @@ def index_of(targets: Sequence[Target]) -> str:
 def write_targets(
     folder: Path,
     targets: Sequence[Target],
-    leaf: Leaf,
+    source: Source,
     *,
-    release: Callable[[], None],
     progress: Progress | None = None,
     digest: bool = True,
+    beside: Iterable[Callable[[], Any]] = (),
 ) -> dict[str, File]:
-    """Write every target; path -> size and hash.  Two files at a time, since one waits while the other computes."""
-    meter = Meter(sum(t.header.size for t in targets), progress, release)
+    """Write every target; path -> size and hash.  Nothing is read twice, written twice or hashed twice.
+
+    What goes on ``beside`` has ended when this returns; it fails with the first error of either.
+    """
+    groups: dict[str, list[Target]] = {}
+    for target in targets:
+        groups.setdefault(target.group, []).append(target)
     for parent in {(folder / t.path).parent for t in targets}:
         parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        jobs = {t.path: pool.submit(_write_target, folder, t, leaf, meter, digest) for t in targets}
-        try:
-            done, _ = wait(jobs.values(), return_when=FIRST_EXCEPTION)
-            for job in done:
-                job.result()
-        except BaseException:
-            meter.stopped = True
-            pool.shutdown(cancel_futures=True)
-            raise
-    return {path: job.result() for path, job in jobs.items()}
+    files: dict[str, Outlet] = {}
+    with Pipe(Meter(sum(t.header.size for t in targets), progress, source.release)) as pipe:
+        readers = (partial(_write_group, folder, group, source, pipe, digest, files) for group in groups.values())
+        pipe.run(readers, beside)
+    return {t.path: files[t.path].file for t in targets}
 
 
-class Meter:
-    """Counts bytes for all threads, tells the caller, and frees pages now and then."""
+def _write_group(
+    folder: Path, targets: Sequence[Target], source: Source, pipe: Pipe, digest: bool, files: dict[str, Outlet]
+) -> None:
+    """Read tensor by tensor, each for all the files that hold a part of it, which go side by side."""
+    holders: dict[str, list[Target]] = {}
+    for target in targets:
+        for name in target.header.tensors:
+            holders.setdefault(name, []).append(target)
+    left = {target.path: len(target.header.tensors) for target in targets}
 
-    def __init__(self, total: int, progress: Progress | None, release: Callable[[], None]) -> None:
-        self.total = total
-        self.stopped = False
-        self._progress = progress
-        self._release = release
-        self._lock = Lock()
-        self._done = 0
-        self._released = 0
+    def outlet(target: Target) -> Outlet:
+        if target.path not in files:
+            files[target.path] = pipe.open(lambda: TensorFileWriter(folder / target.path, target.header, digest=digest))
+        return files[target.path]
 
-    def add(self, count: int) -> None:
-        """Count bytes as done."""
-        with self._lock:
-            self._done += count
-            if self._progress is not None:
-                self._progress(self._done, self.total)
-            if self._done - self._released >= RELEASE_EVERY:
-                self._released = self._done
-                self._release()
+    for target in targets:
+        if not left[target.path]:
+            outlet(target).end()
+    for name, those in holders.items():
+        _write_tensor(name, those, source, [outlet(target) for target in those])
+        for target in those:
+            left[target.path] -= 1
+            if not left[target.path]:
+                files[target.path].end()
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: another thread has one
-    """Ends a thread whose sibling failed."""
+def _write_tensor(name: str, targets: Sequence[Target], source: Source, outlets: Sequence[Outlet]) -> None:
+    """Read one tensor run by run, and hand each file its part; what several files hold alike is read once."""
+    recipes = [t.recipes[name] for t in targets]
+    stored = targets[0].header.tensors[name].dtype
+    made = source.info(takes(recipes[0])[0].name)[1]
+    covers = Covers(source, sum(nbytes(r.shape, made) for r in recipes))
+    limit = min(max(ROUND // len(targets), RUN // 2), RUN)
+    split = split_of([r.shape for r in recipes], made.itemsize, limit)
+    for boxes in zip_longest(*(split.boxes(r.shape) for r in recipes)):
+        pieces: dict[tuple[int, Box], Tensor] = {}
+        for outlet, recipe, box in zip(outlets, recipes, boxes, strict=True):
+            if box is None:
+                continue
+            key = id(recipe), box
+            if key not in pieces:
+                pieces[key] = _cast(compose_read(recipe, box, covers.box), made, stored).contiguous()
+            outlet.put(pieces[key])
 
 
-def _write_target(folder: Path, target: Target, leaf: Leaf, meter: Meter, digest: bool) -> File:
-    with TensorFileWriter(folder / target.path, target.header, digest=digest) as writer:
-        meter.add(target.header.data)
-        for name, stored in target.header.tensors.items():
-            recipe = target.recipes[name]
-            made = leaf(takes(recipe)[0].name).dtype
-            for box in runs(stored.shape, stored.dtype.itemsize, RUN):
-                if meter.stopped:
-                    raise Stopped
-                meter.add(writer.write(_cast(compose(recipe, box, leaf), made, stored.dtype)))
-        return writer.close()
+class Covers:
+    """Reads boxes; of one that lies scattered, all between its ends, which is kept for the others that lie there."""
+
+    def __init__(self, source: Source, size: int) -> None:
+        self._source = source
+        self._limit = max(size, LEAST_KEPT)
+        self._kept: OrderedDict[tuple[str, Box], Tensor] = OrderedDict()
+        self._size = 0
+
+    def box(self, name: str, box: Box) -> Tensor:
+        """The elements of a box, of a tensor that is read where it is stored."""
+        around = run_around(self._source.info(name)[0], box)
+        if around == box:
+            return self._source.box(name, box)
+        key = name, around
+        if key not in self._kept:
+            self._kept[key] = self._source.box(name, around)
+            self._size += self._kept[key].nbytes
+            while self._size > self._limit and len(self._kept) > 1:
+                self._size -= self._kept.popitem(last=False)[1].nbytes
+        self._kept.move_to_end(key)
+        return part_of(self._kept[key], box, around)
 
 
 def _cast(value: Tensor, made: torch.dtype, wanted: torch.dtype) -> Tensor:
