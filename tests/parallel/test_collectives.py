@@ -187,6 +187,28 @@ def test_every_collective_compiles_into_one_graph(run_ranks):
     run_ranks(compiled, 2, timeout=120)
 
 
+def sliced_lengths(mesh):
+    """The collectives of slices in one graph for every length."""
+
+    def chain(x):
+        y = all_gather(scatter_slices(x, 1, mesh).sin(), 1, mesh)
+        return (gather_slices(reduce_scatter(y * x, 1, mesh).cos(), 1, mesh) ** 2).sum()
+
+    graph = torch.compile(chain, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (4, 6, 10):
+        found = []
+        for function in (chain, graph):
+            x = value(1, 3, length).requires_grad_()
+            loss = function(x)
+            loss.backward()
+            found.append((loss.detach(), x.grad))
+        torch.testing.assert_close(found[1], found[0])
+
+
+def test_slices_of_any_length_compile_into_one_graph(run_ranks):
+    run_ranks(sliced_lengths, 2, timeout=120)
+
+
 def test_degree_1_and_dry_meshes_leave_no_trace_but_the_shape():
     x = torch.randn(2, 6, requires_grad=True)
     one = dry_mesh(0, 1)

@@ -346,7 +346,7 @@ def own_slice(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
 
 def slice_size(x: Tensor, dim: int, mesh: Mesh) -> int:
     """The length of each rank's slice.  Raises PlanError where ranks would not get equally much."""
-    size, left = divmod(x.shape[dim], mesh.degree)
+    size, left = x.shape[dim] // mesh.degree, x.shape[dim] % mesh.degree  # no divmod: it does not compile
     if left:
         raise PlanError(
             f"A sequence of {x.shape[dim]} cannot be shared equally by {mesh.degree} ranks "
