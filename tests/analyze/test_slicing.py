@@ -17,11 +17,12 @@ def places(plan: Plan) -> list[tuple[str, str, str, int | None]]:
     return [(b.kind, b.module, b.side, b.dim) for b in sliced_form(plan).boundaries]
 
 
-def test_a_llama_has_a_reduce_scatter_for_each_reduce_and_an_all_gather_for_each_copy():
+def test_a_llama_has_a_reduce_scatter_for_each_layers_reduce_and_an_all_gather_for_each_copy():
     plan = planned("llama", 2)
     layers = [f"model.layers.{i}" for i in (0, 1)]
     assert sorted(places(plan)) == sorted([
-        ("reduce_scatter", "model.layers.0", "input", 1),  # of the embedding, whose length the model asks for
+        ("reduce", "model.embed_tokens", "output", None),  # for the model asks how many tokens there are
+        ("scatter", "model.layers.0", "input", 1),
         *(("reduce_scatter", f"{at}.self_attn.o_proj", "output", 1) for at in layers),
         *(("reduce_scatter", f"{at}.mlp.down_proj", "output", 1) for at in layers),
         *(("all_gather", f"{at}.{part}", "input", 1) for at in layers for part in ("self_attn", "mlp")),

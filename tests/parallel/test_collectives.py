@@ -98,10 +98,9 @@ def shared_rows(mesh):
     torch.testing.assert_close(g[:, 5:], grads[mesh.rank][:, 5:])
 
 
-def slices(mesh, dim):
+def slices(mesh, dim, size):
     shape = [2, 3, 2]
-    shape[dim] *= mesh.degree
-    size = shape[dim] // mesh.degree
+    shape[dim] = size * mesh.degree
     mine = slice(mesh.rank * size, (mesh.rank + 1) * size)
 
     def own(x):
@@ -117,13 +116,15 @@ def slices(mesh, dim):
         found, g = run_through(lambda x, f=function: f(x, dim, mesh), x, mesh, grad.contiguous())
         torch.testing.assert_close(found, y, msg=f"{function.__name__} forward")
         torch.testing.assert_close(g, expected, msg=f"{function.__name__} backward")
+        assert found.is_contiguous(), function.__name__
         run_through(lambda x, f=function: f(x, dim, mesh).mul_(2), x, mesh, grad.contiguous())  # may be written into
 
 
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_slices_are_joined_and_made_along_any_dim(run_ranks, degree, dim):
-    run_ranks(slices, degree, dim)
+@pytest.mark.parametrize("size", [1, 3])
+def test_slices_are_joined_and_made_along_any_dim(run_ranks, degree, dim, size):
+    run_ranks(slices, degree, dim, size)
 
 
 @pytest.mark.parametrize("function", [all_gather, gather_slices, reduce_scatter, scatter_slices])

@@ -111,6 +111,20 @@ def test_each_rank_has_its_share_of_the_tokens_between_regions(run_ranks):
     assert run_ranks(held_between_regions, 2, planned("llama", 2).dumps()) == [((2, 6, 40), (2, 12, 40))] * 2
 
 
+def given_embeddings(mesh: Mesh, plan: str) -> bool:
+    """Whether a model that is given embeddings instead of words returns what the whole one does."""
+    whole, _ = built("llama")
+    ours, _ = built("llama")
+    parallelize(ours, Plan.loads(plan), mesh, sequence_parallel=True)
+    x = torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(0))
+    found = (m(inputs_embeds=x, use_cache=False).logits for m in (whole, ours))
+    return torch.allclose(*found, atol=1e-5)
+
+
+def test_embeddings_that_are_given_are_not_summed(run_ranks):
+    assert run_ranks(given_embeddings, 2, planned("llama", 2).dumps()) == [True, True]
+
+
 def odd_length(mesh: Mesh, plan: str) -> str:
     from tpconvert.errors import PlanError
 

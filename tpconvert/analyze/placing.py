@@ -44,15 +44,15 @@ class Placing:
             out.scatters.append(Placed("scatter", node, host, host.call, sliced=dim))
 
     def scatter(self, node: fx.Node, covered: list[tuple[Call, list[Use]]]) -> None:
-        """The collectives that make slices of a whole value for some of its consumers."""
-        kind, out = "scatter", self.out
-        users = {u.user for _, uses in covered for u in uses if not u.size}
-        if node in out.reduced and len(covered) == 1 and users == set(node.users):
-            kind = "reduce_scatter"  # and nobody needs the whole sum
-            del out.reduced[node]
+        """The collectives that make slices of a whole value for some of its consumers.
+
+        A pending sum is made whole before, where it is returned: a caller may give those modules another value,
+        embeddings of its own say, and what they are given is whole.
+        """
         for call, uses in covered:
             mine = tuple(u.user for u in uses if u.user is not None and not u.size)
-            out.scatters.append(Placed(kind, node, entry(call, node), call, consumers=mine, sliced=self.dims[node]))
+            placed = Placed("scatter", node, entry(call, node), call, consumers=mine, sliced=self.dims[node])
+            self.out.scatters.append(placed)
 
     def join(self, node: fx.Node, wholes: list[Use], slices: list[Use]) -> None:
         """The collectives that put slices together, in the place of copies where their gradient is partial."""

@@ -325,7 +325,7 @@ def joined_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     shape = [n * (mesh.degree if i == dim else 1) for i, n in enumerate(x.shape)]
     if math.prod(x.shape[:dim]) == 1:
         return _all_gather(x.contiguous().unsqueeze(0), mesh, shape)
-    return _all_gather(x.contiguous().unsqueeze(0), mesh).movedim(0, dim).reshape(shape)
+    return _all_gather(x.contiguous().unsqueeze(0), mesh).movedim(0, dim).reshape(shape).contiguous()
 
 
 def summed_slice(x: Tensor, dim: int, mesh: Mesh) -> Tensor:

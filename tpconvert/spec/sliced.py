@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from tpconvert.errors import PlanError
-from tpconvert.spec.plan import Boundary, Kind, Plan, Slices
+from tpconvert.spec.plan import UNKNOWN, Boundary, Kind, Plan, Slices
 
 SLICED = {"copy": "all_gather", "reduce": "reduce_scatter"}
 """What stands in the place of each where values between regions are slices."""
@@ -15,7 +15,8 @@ SLICED = {"copy": "all_gather", "reduce": "reduce_scatter"}
 def sliced_form(plan: Plan) -> Plan:
     """A plan in its sliced form, which is a plan like any other.  Raises PlanError where it has none."""
     if plan.slices.reason:
-        raise PlanError(f"This model cannot be sequence parallel: {plan.slices.reason}.", hint="Convert it without.")
+        hint = "Plan it again." if plan.slices.reason == UNKNOWN else "Convert it without."
+        raise PlanError(f"This model cannot be sequence parallel: {plan.slices.reason}.", hint=hint)
     boundaries = [_sliced(b) for b in plan.boundaries if not b.moved]
     boundaries += plan.slices.boundaries
     order = get_args(Kind)
