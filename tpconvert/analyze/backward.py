@@ -175,7 +175,12 @@ class Backward:
             if node in flow.once:
                 return False
             return node not in flow.cut
-        return (user in flow.cut or user in flow.gathered) and self.missing(node, user)
+        partial = (user in flow.cut or user in flow.gathered) and self.missing(node, user)
+        if partial and self.half_cut(user):
+            # what reaches it from the cut segments is a term of a sum, from the whole ones it is the sum itself
+            why = "part of its gradient is summed over ranks and part is not"
+            raise ConflictError(involved(flow, user), user, why)
+        return partial
 
     def half_cut(self, node: fx.Node) -> bool:
         """Whether some segment of a cut value is whole."""

@@ -234,7 +234,7 @@ def resolve(target: str, where: str) -> Callable[..., Any]:
         if owner is torch.Tensor and isinstance(function, types.GetSetDescriptorType | property):
             return _named(name, lambda x: getattr(x, name))
         if any(function is f for functions in known.values() for f in functions) or target in UNLISTED:
-            return function
+            return _under(name, function)
     if target.startswith("torch.ops.aten."):
         names = target.split(".")[3:]
         found: Any = getattr(torch.ops.aten, names[0], None)
@@ -269,6 +269,13 @@ def expect(found: bool, wanted: bool, where: str, says: str) -> None:
             f"here it is {not wanted}.",
             hint=f"Plan again with such inputs, or with --set '{where}.*=whole'.",
         )
+
+
+def _under(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under the name it was found by: ``Tensor.__pow__`` goes by ``pow`` where there is none."""
+    if function.__name__ == name:
+        return function
+    return _named(name, lambda *args, **kwargs: function(*args, **kwargs))
 
 
 def _named(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:

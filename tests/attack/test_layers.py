@@ -1,0 +1,81 @@
+"""Layers of research code, planned on one input and held to equality on others, gradients of the input too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpconvert.parallel import Mesh
+from tpconvert.planning import make_plan
+from tpconvert.spec.plan import Plan
+from tpconvert.verify import compare_on_rank
+
+WIDTH, FFN, LENGTH = 24, 48, 16
+
+
+def noise(*shape: int) -> Tensor:
+    """Seeded noise."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+class SpatialGate(nn.Module):
+    """One half of a projection is normed and mixed over the sequence whole, the other half it gates may be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, 2 * FFN), nn.LayerNorm(FFN)
+        self.mix, self.down = nn.Conv1d(LENGTH, LENGTH, 1), nn.Linear(FFN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, v = F.gelu(self.up(x)).chunk(2, -1)
+        return self.down(u * self.mix(self.norm(v)))
+
+
+class Squares(nn.Module):
+    """Powers by Python's operator in a forward that has sizes written into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).view(*x.shape[:2], 6, 4)
+        q = F.gelu(q / (1 + (q**2).sum(-1, keepdim=True)) ** 0.5)
+        return self.o(q.reshape(*x.shape[:2], 24))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], str, list[dict[str, Any]]]] = {
+    "spatial gate": (SpatialGate, "down.weight", [{"x": noise(2, LENGTH, WIDTH)}, {"x": noise(3, LENGTH, WIDTH)}]),
+    "squares": (Squares, "q.weight", [{"x": noise(2, 5, WIDTH)}, {"x": noise(3, 7, WIDTH)}]),
+}
+"""``(its class, a parameter that must be cut, inputs)``."""
+
+
+def built(name: str) -> tuple[nn.Module, list[dict[str, Any]]]:
+    torch.manual_seed(0)
+    build, _, inputs = NETWORKS[name]
+    return build(), inputs
+
+
+def compared(mesh: Mesh, name: str, planned: str, case: int) -> str | None:
+    """What differs on rank 0, empty where nothing does."""
+    module, inputs = built(name)
+    result = compare_on_rank(module, inputs[case], Plan.loads(planned), mesh)
+    return None if result is None or result.equal else result.verdict()
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_is_equal_on_the_inputs_it_was_planned_with_and_on_others(
+    name: str, tp: int, run_ranks: Callable[..., list[Any]]
+) -> None:
+    module, inputs = built(name)
+    plan = make_plan(module, inputs[0], tp=tp)
+    assert plan[NETWORKS[name][1]].layout.cut
+    for case in range(len(inputs)):
+        assert run_ranks(compared, tp, name, plan.dumps(), case)[0] is None
