@@ -34,6 +34,13 @@ def test_a_llama_has_a_reduce_scatter_for_each_layers_reduce_and_an_all_gather_f
     assert plan.slices.inputs == (("kwargs.input_ids", 1),)
 
 
+def test_a_gradient_that_comes_back_whole_to_a_region_is_summed_with_its_terms_in_one_reduce_scatter():
+    found = places(planned("mixtral_loop", 2))
+    for at in ("model.layers.0.mlp", "model.layers.1.mlp"):
+        assert ("all_gather", at, "input", 1) in found and ("single", f"{at}.gate", "input", None) in found
+    assert ("all_gather", "transformer.ln_f", "output", 1) in places(planned("gpt2", 2))  # the head is past a view
+
+
 def test_dropout_of_slices_draws_other_numbers_on_each_rank():
     plan = planned("nanogpt_dropout", 2)
     assert not any(s.module == "transformer.drop" for s in plan.switches)

@@ -18,6 +18,7 @@ from tpconvert.parallel.collectives import (
     reduce_scatter,
     scatter,
     scatter_slices,
+    single,
 )
 from tpconvert.parallel.mesh import dry_mesh
 from tpconvert.spec.layout import Block, Layout
@@ -55,6 +56,9 @@ def copies(mesh):
     expected[:, 1:3] = sum(grads)[:, 1:3]
     torch.testing.assert_close(y, x)
     torch.testing.assert_close(g, expected)
+    y, g = run_through(lambda x: single(x, mesh), x, mesh, grads[mesh.rank])
+    torch.testing.assert_close(y, x)
+    torch.testing.assert_close(g, grads[0] if mesh.rank == 0 else torch.zeros_like(x))
 
 
 def sums(mesh):

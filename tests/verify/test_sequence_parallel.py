@@ -12,7 +12,7 @@ from tpconvert.spec.sliced import sliced_form, with_sliced_form
 from tpconvert.verify import Result, compare_on_rank, emulate_module
 
 TWO = [
-    "gated_mlp_bias", "mha_length_first", "latent_attention", "parallel_block", "encoder_dropout", "translator",
+    "gated_mlp_bias", "mqa", "mha_length_first", "latent_attention", "parallel_block", "encoder_dropout", "translator",
     "nanogpt_dropout", "tied_padding", "scaled_embedding", "two_heads", "soft_moe", "stacked_moe", "residuals",
     "dict_output", "llama", "llama_padded", "llama_tied_bias", "llama_base", "gemma2", "olmo2", "phi3", "gpt2",
     "bloom_eight", "falcon_multi_rotary_parallel", "mpt", "t5", "bart", "bert", "vit", "mixtral_loop",
@@ -60,11 +60,26 @@ def turned(kind: str, into: str, module: str):
     return change
 
 
+def dropped(kind: str, module: str):
+    def change(plan: Plan) -> Plan:
+        form = sliced_form(plan)
+        boundaries = [b for b in form.boundaries if (b.kind, b.module) != (kind, module)]
+        assert len(boundaries) == len(form.boundaries) - 1
+        return with_sliced_form(plan, replace(form, boundaries=tuple(boundaries)), plan.slices.inputs)
+
+    return change
+
+
 FAULTS = {
     "the gradient of a norm not summed": without_summed_norm,
     "a gather where its gradient is partial": turned("all_gather", "gather", "model.layers.1.mlp"),
     "a slice of a term of the sum": turned("reduce_scatter", "scatter", "model.layers.0.mlp.down_proj"),
 }
+
+
+def test_a_gradient_that_is_whole_is_not_summed_with_terms(run_ranks):
+    name, change = "mixtral_loop", dropped("single", "model.layers.1.mlp.gate")
+    assert not run_ranks(compared, 2, name, change(planned(name, 2)).dumps(), timeout=120)[0].equal
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -28,6 +28,7 @@ from tpconvert.analyze.lockstep import (
     reduce,
     reduce_scatter,
     scatter,
+    single,
     zero_forward,
 )
 from tpconvert.analyze.states import is_op, reaches_all, seeing
@@ -152,6 +153,8 @@ class Lockstep:
         """What is on the other side of a collective."""
         if placed.kind == "copy":
             return copy(values, placed.span)
+        if placed.kind == "single":
+            return single(values)
         across = {"gather": gather, "scatter": scatter, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
         return across[placed.kind](values, [self.indices(placed.node, r, placed.sliced) for r in self.ranks])
 

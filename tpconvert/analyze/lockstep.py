@@ -92,6 +92,15 @@ def scatter(values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor, i
     return list(_Ranks.apply(forward, backward, *values))  # type: ignore[no-untyped-call]
 
 
+def single(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """single: identity forward; backward the first rank's gradient is its own, the others' are zero."""
+
+    def backward(grads: Any) -> list[torch.Tensor]:
+        return [g if r == 0 else torch.zeros_like(g) for r, g in enumerate(grads)]
+
+    return list(_Ranks.apply(lambda v: [x.clone() for x in v], backward, *values))  # type: ignore[no-untyped-call]
+
+
 def zero_forward(value: torch.Tensor) -> torch.Tensor:
     """once, on the other ranks: zeros forward, identity backward."""
     return value - value.detach()

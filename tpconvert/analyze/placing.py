@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
+from tpconvert.analyze.axes import is_many
 from tpconvert.analyze.capture import Call
-from tpconvert.analyze.states import Flow, Host, Placed, differentiable, seeing
+from tpconvert.analyze.states import Flow, Host, Placed, differentiable, is_op, seeing
 from tpconvert.analyze.tokens import Use
 
 if TYPE_CHECKING:
@@ -71,15 +72,51 @@ class Placing:
 
     def joined(self, node: fx.Node, host: Host, uses: Iterable[Use]) -> None:
         """One such collective."""
-        out = self.out
         users = {u.user for u in uses if u.user is not None and not u.size}
-        within = {p: seen for p in out.copies if p.node is node and p.span is None and (seen := seeing(p)) <= users}
-        summed = set().union(*within.values())
+        terms = self.terms(node, host, users)
         kind = "gather"
-        if within and all(u in summed or not differentiable(self.found.ax, u) for u in users):
+        if terms is not None and terms[0]:
             kind = "all_gather"
-            out.copies = [p for p in out.copies if p not in within]
-        out.joins.append(Placed(kind, node, host, host.call, consumers=tuple(users), sliced=self.dims[node]))
+            self.out.copies = [p for p in self.out.copies if p not in terms[0]] + terms[1]
+        placed = Placed(kind, node, host, host.call, consumers=tuple(users), sliced=self.dims[node])
+        self.out.joins.append(placed)
+
+    def terms(self, node: fx.Node, host: Host, users: set[fx.Node]) -> tuple[list[Placed], list[Placed]] | None:
+        """How the gradient that comes back from ``users`` could be a term of a sum: ``(copies to leave out, singles)``.
+
+        A copy is left out, so that the gather sums instead, once, and slices what it sums; a gradient that is the same
+        on all ranks is made a term by a ``single``.  None where one of these has no place.
+        """
+        if any(p.node is node for p in self.out.scatters) or any(p.node is node and p.span for p in self.out.copies):
+            return None
+        copies = {p: seen for p in self.out.copies if p.node is node and (seen := seeing(p)) <= users}
+        summed = set().union(*copies.values())
+        left_out, singles, rest = list(copies), [], set()
+        for user in users - summed:
+            if not is_op(user):
+                return None
+            if (deeper := self.through(user, node, host)) is not None:
+                left_out += deeper[0]
+                singles += deeper[1]
+            elif differentiable(self.found.ax, user):
+                rest.add(user)
+        others = {u for u in node.users if is_op(u) and u not in rest}
+        covered, missed = self.found.hosts.covering(node, rest, others)
+        if missed or not all(h.call.inside(host.call) or host.side == "output" for h, _ in covered):
+            return None
+        return left_out, singles + [Placed("single", node, h, h.call, consumers=tuple(seen)) for h, seen in covered]
+
+    def through(self, user: fx.Node, node: fx.Node, host: Host) -> tuple[list[Placed], list[Placed]] | None:
+        """The same of all that becomes of a value which is made of ``node`` alone, a view of it say."""
+        found = self.found
+        if is_many(found.ax.dims[user]) or user in found.returned or user in found.sliced or not user.meta.get("grad"):
+            return None
+        if user in self.out.zone or not self.out.whole(user):
+            return None
+        if any(n is not node and n.meta.get("grad") for n in user.all_input_nodes):
+            return None
+        terms = self.terms(user, host, set(user.users))
+        return terms if terms is not None and terms[0] else None
 
 
 def sliced_copy(found: Slicer) -> Flow:

@@ -22,6 +22,7 @@ from tpconvert.parallel.collectives import (
     reduce_scatter,
     scatter,
     scatter_slices,
+    single,
 )
 from tpconvert.parallel.mesh import Mesh
 from tpconvert.parallel.slots import Slot, input_slots, output_slots, replaced_input, replaced_output
@@ -52,8 +53,8 @@ class Crossing:
             if span is not None:
                 return copy_span(x, self.boundary.dim, span, self.mesh)
             return copy_own(x, self.mesh) if self.boundary.side == "output" else copy(x, self.mesh)
-        if kind == "reduce":
-            return reduce(x, self.mesh)
+        if kind in ("reduce", "single"):
+            return reduce(x, self.mesh) if kind == "reduce" else single(x, self.mesh)
         if self.parts is None:
             return SLICES[kind](x, self.boundary.dim, self.mesh)
         return gather(x, self.parts, self.mesh) if kind == "gather" else scatter(x, self.parts, self.mesh)

@@ -121,6 +121,11 @@ def scatter(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     return _Scatter.apply(folded, inner, mesh).flatten(dim, dim + 1)
 
 
+def single(x: Tensor, mesh: Mesh) -> Tensor:
+    """single: identity forward; backward the gradient counts on rank 0 alone, being the same on all."""
+    return _Single.apply(x, mesh) if _differentiates(x, mesh) else x
+
+
 def all_gather(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """all_gather: slices joined along ``dim`` forward; sum backward, of which this rank takes its slice."""
     return x if mesh.degree == 1 else _AllGather.apply(x, dim, mesh)
@@ -222,6 +227,12 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return joined(grad, ctx.parts, ctx.mesh), None, None
+
+
+class _Single(_Copy):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad if ctx.mesh.rank == 0 else torch.zeros_like(grad), None
 
 
 class _AllGather(torch.autograd.Function):

@@ -25,7 +25,7 @@ from tpconvert.spec.layout import Block, Layout
 
 FORMAT = 1
 
-Kind = Literal["reduce", "reduce_scatter", "gather", "all_gather", "copy", "scatter"]
+Kind = Literal["reduce", "reduce_scatter", "gather", "all_gather", "copy", "single", "scatter"]
 """In the order in which those at one place happen."""
 Side = Literal["input", "output"]
 UNKNOWN = "its plan was made without looking for slices"
@@ -74,9 +74,10 @@ class Boundary:
     scatter         this rank's part along ``dim``        parts joined
     all_gather      slices joined along ``dim``           this rank's slice of the sum
     reduce_scatter  this rank's slice of the sum          slices joined
+    single          identity                              identity on rank 0, zeros on others
     ==============  ====================================  ====================================
 
-    The last two are of the sliced form only (:class:`Slices`).  A gather or scatter without ``blocks`` is of slices.
+    The last three are of the sliced form only (:class:`Slices`).  A gather or scatter without ``blocks`` is of slices.
     """
 
     kind: Kind
