@@ -190,6 +190,8 @@ def shard(
     with progress_bar("sharding") as progress:
         manifest = write(weights, made, Path(out), force=force, progress=progress)
     say_notes(opened)
+    for pickled, becomes in weights.store.becomes().items():
+        click.echo(f"note: {pickled} is a pickle; a merge gives back {becomes} in its place.", err=True)
     click.echo(f"{out}: {len(manifest.tensors)} tensors for {manifest.tp} ranks.")
 
 

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
-from tpconvert.checkpoint.header import dtype_name
+from tpconvert.checkpoint.header import NAMES, dtype_name
 from tpconvert.checkpoint.store import inside
 from tpconvert.checkpoint.tensorfile import TensorFile, full_disk, hash_file
 from tpconvert.errors import CheckpointError, PlanError
@@ -29,6 +30,8 @@ PLAN = "plan.json"
 EXTRA_GROUP = "extra"
 EXTRA = f"{EXTRA_GROUP}.safetensors"
 """In the first rank's folder: tensors of the source that the module has no use for."""
+LONGEST = 1 << 30
+"""Bytes of a manifest: some hundred a tensor."""
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 _EXCHANGE = 2
 
@@ -184,6 +187,8 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder.")
     try:
+        if (size := path.stat().st_size) > LONGEST:
+            raise CheckpointError(f"{path}: {size:,} bytes, which no manifest has: refused.")
         text = path.read_text("utf-8")
     except FileNotFoundError:
         if any(folder.glob("rank-*-of-*")):
@@ -197,7 +202,12 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}).") from None
-    return Manifest.loads(text, str(path))
+    made = Manifest.loads(text, str(path))
+    for entries in (made.tensors, *made.groups.values()):
+        for name, entry in entries.items():
+            if getattr(torch, entry.dtype, None) not in NAMES:
+                raise CheckpointError(f"{path}: {name} has the unknown dtype {entry.dtype!r}: damaged.")
+    return made
 
 
 def read_plan(folder: Path) -> Plan:

@@ -23,6 +23,10 @@ from tpconvert.errors import CheckpointError
 
 LONGEST_HEADER = 100_000_000
 """The limit of the safetensors format."""
+LARGEST = 1 << 60
+"""Elements of a tensor, dims of no rows left out of the product: more cannot be counted in bytes."""
+MOST_DIMS = 64
+
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -122,18 +126,19 @@ def make_header(
 def parse_header(text: str, size: int | None, where: str) -> Header:
     """The header in ``text``, refused where it lies about itself or about a file of ``size`` bytes."""
     try:
-        data = json.loads(text, object_pairs_hook=_no_duplicates)
+        data = json.loads(text, object_pairs_hook=no_duplicates)
         metadata = data.pop("__metadata__", None) or {}
         tensors = {name: _read_entry(name, entry) for name, entry in data.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: the header is damaged ({type(error).__name__}: {error}).") from None
-    if not all(isinstance(v, str) for v in metadata.values()):
+        told = one_line(f"{type(error).__name__}: {error}")
+        raise CheckpointError(f"{where}: the header is damaged ({told}).") from None
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{where}: the header is damaged (its metadata are not text).")
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
     end = 0
     for name, tensor in ordered.items():
         if tensor.start != end:
-            raise CheckpointError(f"{where}: the bytes of {name} begin at {tensor.start}, not at {end}: damaged.")
+            raise CheckpointError(f"{where}: the bytes of {one_line(name)} begin at {tensor.start}, not at {end}: damaged.")
         end = tensor.stop
     header = Header(text, ordered, metadata)
     if size is not None and header.size != size:
@@ -157,7 +162,13 @@ def read_header(path: Path) -> Header:
     return parse_header(text, size, str(path))
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def one_line(text: str) -> str:
+    """A text that a file holds as a message may show it: short, and without what moves the cursor."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:300])
+
+
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON whose names differ."""
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("a name occurs twice")
@@ -173,4 +184,6 @@ def _read_entry(name: str, entry: Mapping[str, Any]) -> Stored:
         raise ValueError(f"{name} has a shape or an offset that is no number of rows or bytes")
     if stop - start != nbytes(shape, dtype):
         raise ValueError(f"{name} has {stop - start} bytes for a {dtype_name(dtype)} tensor of {list(shape)}")
+    if math.prod(max(n, 1) for n in shape) > LARGEST or len(shape) > MOST_DIMS:
+        raise ValueError(f"{name} has the shape {str(shape)[:80]}, which no tensor has")
     return Stored(dtype, shape, start, stop)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
 
 from tpconvert.checkpoint.compose import Box, part_of
-from tpconvert.checkpoint.header import make_header
-from tpconvert.checkpoint.tensorfile import TensorFile, load_pickle
+from tpconvert.checkpoint.header import LONGEST_HEADER, make_header, no_duplicates
+from tpconvert.checkpoint.tensorfile import TensorFile, check_stamp, load_pickle, stamp
 from tpconvert.errors import CheckpointError
 from tpconvert.spec import manifest
 from tpconvert.spec.manifest import OriginalFile, safe_path
@@ -27,9 +27,16 @@ _SKIPPED_FOLDERS = {".git", ".cache", "__pycache__"}
 class Store:
     """The tensors of one or several files, by name."""
 
-    def __init__(self, files: Mapping[str, TensorFile | Mapping[str, Tensor]], *, root: Path | None = None) -> None:
+    def __init__(
+        self,
+        files: Mapping[str, TensorFile | Mapping[str, Tensor]],
+        *,
+        root: Path | None = None,
+        stamps: Mapping[Path, tuple[int, ...]] | None = None,
+    ) -> None:
         self.root = root
         """The folder they are in, whose other files belong to the checkpoint; None for a lone file or a dict."""
+        self._stamps = dict(stamps or {})
         self._files = dict(files)
         self._where: dict[str, str] = {}
         for file, held in self._files.items():
@@ -82,6 +89,8 @@ class Store:
         for held in self._files.values():
             if isinstance(held, TensorFile):
                 held.check_unchanged()
+        for path, before in self._stamps.items():
+            check_stamp(path, before)
 
     def release(self) -> None:
         """Give back the memory of pages read so far."""
@@ -93,6 +102,10 @@ class Store:
     def pickled(self) -> bool:
         """Whether the tensors come from something other than safetensors files."""
         return any(not isinstance(held, TensorFile) for held in self._files.values())
+
+    def becomes(self) -> dict[str, str]:
+        """Pickled files -> the safetensors files that a merge gives back in their place."""
+        return {file: safetensors_name(file) for file, held in self._files.items() if not isinstance(held, TensorFile)}
 
     def original_files(self, keep: Mapping[str, object]) -> tuple[OriginalFile, ...]:
         """The safetensors files a merge gives back: these, or what pickled files become, with ``keep`` only."""
@@ -123,7 +136,7 @@ def open_store(path: Path) -> Store:
     """The checkpoint in a folder or a single file: safetensors, else ``.bin``/``.pt`` read with ``weights_only``."""
     path = Path(path)
     if path.is_file():
-        return Store({path.name: _open_file(path)})
+        return Store({path.name: _open_file(path)}, stamps=_stamps([path]))
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such file or folder.")
     if (path / manifest.NAME).is_file():
@@ -131,7 +144,8 @@ def open_store(path: Path) -> Store:
             f"{path}: this is a folder of rank files, not a source.", hint="Merge it, or reshard it to another degree."
         )
     names, index = _weight_files(path)
-    store = Store({name: _open_file(inside(path, name)) for name in names}, root=path)
+    stamps = _stamps(path / name for name in names)
+    store = Store({name: _open_file(inside(path, name)) for name in names}, root=path, stamps=stamps)
     for name, file in index.items():
         if store.where(name) != file:
             raise CheckpointError(f"{path}: the index says that {file} holds {name}, which it does not.")
@@ -180,7 +194,9 @@ def safetensors_name(file: str) -> str:
 def read_index(path: Path) -> dict[str, str]:
     """The ``weight_map`` of an index file: tensor name -> file name."""
     try:
-        weight_map = json.loads(path.read_text("utf-8"))["weight_map"]
+        if (size := path.stat().st_size) > LONGEST_HEADER:
+            raise CheckpointError(f"{path}: {size:,} bytes, which no index of weights has: refused.")
+        weight_map = json.loads(path.read_text("utf-8"), object_pairs_hook=no_duplicates)["weight_map"]
         entries = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path}: not an index of weights ({type(error).__name__}: {error}).") from None
@@ -225,6 +241,11 @@ def _indexes(path: Path, used: set[str]) -> bool:
 
 def _open_file(path: Path) -> TensorFile | dict[str, Tensor]:
     return load_pickle(path) if path.suffix in _PICKLES else TensorFile(path)
+
+
+def _stamps(paths: Iterable[Path]) -> dict[Path, tuple[int, ...]]:
+    """Of files that are no :class:`TensorFile`, which has its own."""
+    return {path: stamp(path) for path in paths if path.suffix in _PICKLES}
 
 
 def _names(held: TensorFile | Mapping[str, Tensor]) -> list[str]:

@@ -9,6 +9,7 @@ import mmap
 import os
 import sys
 import warnings
+import zipfile
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -67,15 +68,9 @@ class TensorFile:
         whole = into.view(stored.dtype).reshape([high - low for low, high in around])
         return whole if around == box else part_of(whole, box, around)
 
-    def changed(self) -> bool:
-        """Whether the file at the path is another one than was opened, or was written to."""
-        return stamp(self.path) != self._stamp
-
     def check_unchanged(self) -> None:
-        """Raise if it was."""
-        if self.changed():
-            what = "changed" if self.path.exists() else "vanished"
-            raise CheckpointError(f"{self.path}: {what} while it was read.", hint="Run the command again.")
+        """Raise if the file at the path is another one than was opened, or was written to."""
+        check_stamp(self.path, self._stamp)
 
     def release(self) -> None:
         """Give back the memory of pages seen so far and the open file; they are taken again when needed."""
@@ -206,6 +201,7 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            _check_unpacked(path)
             try:
                 data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # the format before zip files cannot be mapped
@@ -220,9 +216,29 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
         ) from None
     if isinstance(data, dict) and isinstance(data.get("state_dict"), dict):
         data = data["state_dict"]
-    if not isinstance(data, dict) or not all(isinstance(v, Tensor) for v in data.values()):
+    if not isinstance(data, dict) or not all(_is_plain(v) for v in data.values()):
         raise CheckpointError(f"{path}: not a dict of tensors.", hint="Save it as a plain state_dict.")
     return {str(name): tensor.detach() for name, tensor in data.items()}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_meta)
+
+
+def _check_unpacked(path: Path) -> None:
+    """Raise for a zip whose entries are compressed: torch writes none, and a few bytes could become any number."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as held:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in held.infolist()):
+            raise ValueError("a zip of compressed entries")
+
+
+def check_stamp(path: Path, before: tuple[int, ...]) -> None:
+    """Raise if a file is no longer what it was."""
+    if stamp(path) != before:
+        what = "changed" if path.exists() else "vanished"
+        raise CheckpointError(f"{path}: {what} while it was read.", hint="Run the command again.")
 
 
 def stamp(path: Path) -> tuple[int, ...]:

@@ -124,7 +124,7 @@ class Manifest:
     def loads(cls, text: str, where: str = NAME) -> Manifest:
         """A manifest from the text of ``manifest.json``."""
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{where}: damaged: not JSON ({error}).") from None
         return cls.from_json(data, where)
@@ -142,6 +142,8 @@ def _read(data: Mapping[str, Any]) -> Manifest:
     tp = data["tp"]
     if type(tp) is not int or tp < 1:
         raise ValueError(f"tp is {tp!r}")
+    if data["tensors"] and tp > len(data["files"]):
+        raise ValueError(f"tp is {tp}, but only {len(data['files'])} files are named")
     tensors = _map(data["tensors"], _entry)
     groups = {str(name): _map(group, _entry) for name, group in data.get("groups", {}).items()}
     tied = _map(data.get("tied", {}), str)
@@ -189,6 +191,13 @@ def _file(data: list[Any]) -> File:
     if type(size) is not int or size < 0 or not isinstance(sha256, str):
         raise ValueError(f"the file entry {data!r}")
     return File(size, sha256)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return out
 
 
 def _map(data: Mapping[str, Any], read: Callable[[Any], T]) -> dict[str, T]:
