@@ -214,6 +214,55 @@ def test_slices_of_any_length_compile_into_one_graph(run_ranks):
     run_ranks(sliced_lengths, 2, timeout=120)
 
 
+def twice(mesh):
+    """Every collective in one function, and the same arithmetic on whole values."""
+    degree = mesh.degree
+    parts = parts_of(1, (Block(2, 2), Block(5)), mesh)
+    layout = Layout(1, (Block(1, 2), Block(4)))
+    shared = parts_of(1, layout.blocks, mesh)
+    of_rank = [value(50 + r, 2, 9) for r in range(degree)]  # constants that differ between ranks
+
+    def ours(x, w):
+        mine = of_rank[mesh.rank]
+        h = gather(scatter(x, parts, mesh).sin(), parts, mesh)
+        a = reduce((copy(h, mesh) * mine).sin() + once(w, mesh), mesh)
+        a = a + single(copy(h, mesh), mesh).cos()
+        b = copy_span(a, 1, (2, 5), mesh)
+        c = reduce((b[:, 2:5] * mine[:, 2:5]).sin(), mesh) * b[:, 5:8]
+        d = copy_shared(scatter(a[:, :6], shared, mesh), shared, mesh)
+        e = reduce((d * mine[:, : d.shape[1]]).sin().sum(1), mesh)
+        f = all_gather(scatter_slices(x, 0, mesh).sin(), 0, mesh)
+        i = gather_slices(reduce_scatter((f * mine).sin(), 0, mesh).sin(), 0, mesh)
+        return c.sin().sum() + e.sin().sum() + i.sum()
+
+    def whole(x, w):
+        h = x.sin()
+        a = sum((h * mine).sin() for mine in of_rank) + w + h.cos()
+        c = sum((a[:, 2:5] * mine[:, 2:5]).sin() for mine in of_rank) * a[:, 5:8]
+        e = 0
+        for r, mine in enumerate(of_rank):
+            d = torch.cat([a[:, start:stop] for start, stop in layout.pieces(r, degree)], 1)
+            e = e + (d * mine[:, : d.shape[1]]).sin().sum(1)
+        i = sum((h * mine).sin() for mine in of_rank).sin()
+        return c.sin().sum() + e.sin().sum() + i.sum()
+
+    found = []
+    for function in (ours, whole):
+        x, w = value(1, 2, 9).requires_grad_(), value(2, 2, 9).requires_grad_()
+        first = torch.autograd.grad(function(x, w), (x, w), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, w), create_graph=True)
+        third = torch.autograd.grad(sum(g.square().sum() for g in second), (x, w))
+        found.append([g.detach() for g in (*first, *second, *third)])
+    torch.testing.assert_close(*found)
+
+    transformed = torch.func.grad(lambda x: ours(x, value(2, 2, 9)))(value(1, 2, 9))
+    torch.testing.assert_close(transformed, found[1][0])
+
+
+def test_gradients_of_gradients_are_those_of_whole_values(run_ranks):
+    run_ranks(twice, 2)
+
+
 def test_degree_1_and_dry_meshes_leave_no_trace_but_the_shape():
     x = torch.randn(2, 6, requires_grad=True)
     one = dry_mesh(0, 1)

@@ -7,7 +7,7 @@ changes the shape.  Eager code calls c10d; code being compiled uses functional c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,11 @@ from torch import Tensor
 from tpconvert.errors import PlanError
 from tpconvert.parallel.mesh import Mesh, Ranks
 from tpconvert.spec.layout import Block, Layout, Piece
+
+Rows = tuple[tuple[Ranks, tuple[Piece, ...]], ...]
+"""The ranks that hold the same rows -> which local rows."""
+Way = Callable[..., Tensor]
+"""One direction of a collective, on values."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Parts:
     """What each rank holds."""
     runs: tuple[tuple[int, int, int], ...]
     """The whole dim in order: ``(rank, start, stop)`` in that rank's part."""
-    shared: tuple[tuple[Ranks, tuple[Piece, ...]], ...]
+    shared: Rows
     """The ranks that hold some of this rank's rows too -> which local rows."""
 
 
@@ -78,27 +83,30 @@ def copy(x: Tensor, mesh: Mesh) -> Tensor:
 
     The result is a view of ``x``, so autograd refuses to write into it: whoever else holds ``x`` would be changed too.
     """
-    return _Copy.apply(x, mesh) if _differentiates(x, mesh) else x
+    return _Collective.apply(x, _view, summed, mesh) if _differentiates(x, mesh) else x
 
 
 def copy_own(x: Tensor, mesh: Mesh) -> Tensor:
     """copy of a value that nobody else holds, so it may be written into: identity forward, sum backward."""
-    return _CopyOwn.apply(x, mesh) if _differentiates(x, mesh) else x
+    return _Collective.apply(x, _own, summed, mesh) if _differentiates(x, mesh) else x
 
 
 def copy_span(x: Tensor, dim: int, span: Piece, mesh: Mesh) -> Tensor:
     """copy of a range of ``dim``: identity forward; backward sums that range and leaves the rest alone."""
-    return _CopyRows.apply(x, dim, ((tuple(range(mesh.degree)), (span,)),), mesh) if _differentiates(x, mesh) else x
+    rows = ((tuple(range(mesh.degree)), (span,)),)
+    return _Collective.apply(x, _view, _sum_rows, dim, rows, mesh) if _differentiates(x, mesh) else x
 
 
 def copy_shared(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     """copy of a cut tensor: identity forward; backward sums each run of rows over the ranks that hold it."""
-    return _CopyRows.apply(x, parts.dim, parts.shared, mesh) if parts.shared and _differentiates(x, mesh) else x
+    if not parts.shared or not _differentiates(x, mesh):
+        return x
+    return _Collective.apply(x, _view, _sum_rows, parts.dim, parts.shared, mesh)
 
 
 def reduce(x: Tensor, mesh: Mesh) -> Tensor:
     """reduce: sum forward, identity backward."""
-    return x if mesh.degree == 1 or mesh.dry else _Reduce.apply(x, mesh)
+    return x if mesh.degree == 1 or mesh.dry else _Collective.apply(x, summed, _same, mesh)
 
 
 def gather(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
@@ -106,9 +114,9 @@ def gather(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     if mesh.degree == 1:
         return x
     if x.shape[parts.dim] == parts.sizes[mesh.rank]:
-        return _Gather.apply(x, parts, mesh)
+        return _Collective.apply(x, joined, _dealt, parts, mesh)
     dim, folded, inner = _folded(x, parts, parts.sizes[mesh.rank])
-    return _Gather.apply(folded, inner, mesh).flatten(dim, dim + 1)
+    return _Collective.apply(folded, joined, _dealt, inner, mesh).flatten(dim, dim + 1)
 
 
 def scatter(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
@@ -116,34 +124,34 @@ def scatter(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     if mesh.degree == 1:
         return x
     if x.shape[parts.dim] == parts.size:
-        return _Scatter.apply(x, parts, mesh)
+        return _Collective.apply(x, _dealt, joined, parts, mesh)
     dim, folded, inner = _folded(x, parts, parts.size)
-    return _Scatter.apply(folded, inner, mesh).flatten(dim, dim + 1)
+    return _Collective.apply(folded, _dealt, joined, inner, mesh).flatten(dim, dim + 1)
 
 
 def single(x: Tensor, mesh: Mesh) -> Tensor:
     """single: identity forward; backward the gradient counts on rank 0 alone, being the same on all."""
-    return _Single.apply(x, mesh) if _differentiates(x, mesh) else x
+    return _Collective.apply(x, _view, _first, mesh) if _differentiates(x, mesh) else x
 
 
 def all_gather(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """all_gather: slices joined along ``dim`` forward; sum backward, of which this rank takes its slice."""
-    return x if mesh.degree == 1 else _AllGather.apply(x, dim, mesh)
+    return x if mesh.degree == 1 else _Collective.apply(x, joined_slices, summed_slice, dim, mesh)
 
 
 def reduce_scatter(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """reduce_scatter: sum forward, of which this rank takes its slice; slices joined backward."""
-    return x if mesh.degree == 1 else _ReduceScatter.apply(x, dim, mesh)
+    return x if mesh.degree == 1 else _Collective.apply(x, summed_slice, joined_slices, dim, mesh)
 
 
 def gather_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """gather of slices: joined along ``dim`` forward, this rank's slice backward."""
-    return x if mesh.degree == 1 else _GatherSlices.apply(x, dim, mesh)
+    return x if mesh.degree == 1 else _Collective.apply(x, joined_slices, own_slice, dim, mesh)
 
 
 def scatter_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """scatter into slices: this rank's slice along ``dim`` forward, slices joined backward."""
-    return x if mesh.degree == 1 else _ScatterSlices.apply(x, dim, mesh)
+    return x if mesh.degree == 1 else _Collective.apply(x, own_slice, joined_slices, dim, mesh)
 
 
 def _folded(x: Tensor, parts: Parts, period: int) -> tuple[int, Tensor, Parts]:
@@ -158,126 +166,57 @@ def _folded(x: Tensor, parts: Parts, period: int) -> tuple[int, Tensor, Parts]:
 
 def once(x: Tensor, mesh: Mesh) -> Tensor:
     """once: the value on rank 0 and zeros on the others forward, identity backward."""
-    return x if mesh.rank == 0 or mesh.dry else _Once.apply(x)
+    return x if mesh.rank == 0 or mesh.dry else _Collective.apply(x, torch.zeros_like, _same)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return x.view_as(x)
+class _Collective(torch.autograd.Function):
+    """``there(x, *given)``, whose backward is ``back(grad, *given)`` and can be differentiated in turn."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return summed(grad, ctx.mesh), None
+    def forward(x: Tensor, there: Way, back: Way, *given: Any) -> Tensor:
+        return there(x, *given)
 
-
-class _CopyOwn(_Copy):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return x.detach()
-
-
-class _CopyRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, rows: tuple[tuple[Ranks, tuple[Piece, ...]], ...], mesh: Mesh) -> Tensor:
-        ctx.dim, ctx.rows, ctx.mesh = dim, rows, mesh
-        return x.view_as(x)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.there, ctx.back, *ctx.given = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        out = grad.clone()
-        for ranks, pieces in ctx.rows:
-            total = _all_reduce(take(grad, ctx.dim, pieces), "sum", ctx.mesh.subgroup(ranks))
-            at = 0
-            for start, stop in pieces:
-                out.narrow(ctx.dim, start, stop - start).copy_(total.narrow(ctx.dim, at, stop - start))
-                at += stop - start
-        return out, None, None, None
+        nothing = [None] * (2 + len(ctx.given))
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _Collective.apply(grad, ctx.back, ctx.there, *ctx.given), *nothing
+        return ctx.back(grad, *ctx.given), *nothing
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
-        return summed(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+def _same(x: Tensor, *_: Any) -> Tensor:
+    return x
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
-        ctx.parts = parts
-        return joined(x, parts, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return take(grad, ctx.parts.dim, ctx.parts.pieces), None, None
+def _view(x: Tensor, *_: Any) -> Tensor:
+    return x.view_as(x)
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
-        ctx.parts, ctx.mesh = parts, mesh
-        return take(x, parts.dim, parts.pieces)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return joined(grad, ctx.parts, ctx.mesh), None, None
+def _own(x: Tensor, *_: Any) -> Tensor:
+    return x.detach()
 
 
-class _Single(_Copy):
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad if ctx.mesh.rank == 0 else torch.zeros_like(grad), None
+def _first(x: Tensor, mesh: Mesh) -> Tensor:
+    return x if mesh.rank == 0 else torch.zeros_like(x)
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, mesh: Mesh) -> Tensor:
-        ctx.dim, ctx.mesh = dim, mesh
-        return joined_slices(x, dim, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return summed_slice(grad, ctx.dim, ctx.mesh), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, mesh: Mesh) -> Tensor:
-        ctx.dim, ctx.mesh = dim, mesh
-        return summed_slice(x, dim, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return joined_slices(grad, ctx.dim, ctx.mesh), None, None
+def _sum_rows(x: Tensor, dim: int, rows: Rows, mesh: Mesh) -> Tensor:
+    out = x.clone()
+    for ranks, pieces in rows:
+        total = _all_reduce(take(x, dim, pieces), "sum", mesh.subgroup(ranks))
+        at = 0
+        for start, stop in pieces:
+            out.narrow(dim, start, stop - start).copy_(total.narrow(dim, at, stop - start))
+            at += stop - start
+    return out
 
 
-class _GatherSlices(_AllGather):
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return own_slice(grad, ctx.dim, ctx.mesh), None, None
-
-
-class _ScatterSlices(_ReduceScatter):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, mesh: Mesh) -> Tensor:
-        ctx.dim, ctx.mesh = dim, mesh
-        return own_slice(x, dim, mesh)
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad
+def _dealt(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
+    return take(x, parts.dim, parts.pieces)
 
 
 def _differentiates(x: Tensor, mesh: Mesh) -> bool:
