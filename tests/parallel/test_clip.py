@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.parallel.same import plan_of, rows
 from tpconvert.errors import PlanError
-from tpconvert.parallel import clip_grad_norm_, parallelize
+from tpconvert.parallel import clip_grad_norm_, dry_mesh, parallelize
 from tpconvert.parallel.clip import grad_norm
 from tpconvert.parallel.convert import part
 from tpconvert.spec.layout import Block, Layout
@@ -99,3 +99,22 @@ def complex_ones(mesh):
 
 def test_complex_gradients_count_by_their_size(run_ranks):
     run_ranks(complex_ones, 2)
+
+
+def other_norms(mesh, norm_type):
+    module, plan, _ = build(mesh)
+    grads = [p.detach() - 3 for n, p in Three().named_parameters() if n != "idle"]
+    expected = nn.utils.get_total_norm(grads, norm_type)
+    torch.testing.assert_close(clip_grad_norm_(module, 0.5, mesh, plan, norm_type=norm_type), expected)
+    torch.testing.assert_close(grad_norm(module, mesh, plan, norm_type), torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])
+def test_other_norms_than_the_second(run_ranks, norm_type):
+    run_ranks(other_norms, 2, norm_type)
+
+
+def test_a_norm_of_no_order_is_refused():
+    module, mesh = nn.Linear(2, 2), dry_mesh(0, 1)
+    with pytest.raises(PlanError, match="norm_type is 0"):
+        clip_grad_norm_(module, 1.0, mesh, plan_of(module, 1, {}), norm_type=0)

@@ -6,13 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import perturb
 from tests.parallel import test_convert as zoo
-from tests.parallel.same import assert_equal, plan_of, rows
+from tests.parallel.same import assert_equal, plan_of, rows, whole_of
 from tpconvert.errors import PlanError
-from tpconvert.parallel import dry_mesh, load_local, parallelize
+from tpconvert.parallel import clip_grad_norm_, dry_mesh, load_local, parallelize
 from tpconvert.parallel.convert import part
 from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Boundary, Edit
@@ -66,6 +70,36 @@ def test_a_converted_model_compiles_into_one_graph(run_ranks, name):
 @pytest.mark.parametrize(("name", "way"), [("grouped", "checkpoint"), ("tied", "checkpoint"), ("mlp", "reentrant")])
 def test_activation_checkpointing_gives_the_same_gradients(run_ranks, name, way):
     run_ranks(used, 2, name, way)
+
+
+def over_dp(mesh, name, wrapped):
+    """Both dp ranks see the same data, so the mean of their gradients is the whole model's gradient."""
+    whole, make_plan, inputs = built(name)
+    plan = make_plan(whole, mesh.degree)
+    model = parallelize(copy.deepcopy(whole), plan, mesh)
+    if wrapped == "ddp":
+        model = DistributedDataParallel(model, process_group=mesh.dp_group)
+    else:
+        fully_shard(model, mesh=DeviceMesh.from_group(mesh.dp_group, "cpu"))
+    for step in range(2):
+        for m in (whole, model):
+            m.zero_grad()
+            first_of(m(**inputs)).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+        assert_equal(clip_grad_norm_(model, 0.05, mesh, plan), norm, f"step {step}: gradient norm")
+        parameters = dict((model.module if wrapped == "ddp" else model).named_parameters())
+        for key, p in whole.named_parameters():
+            mine = parameters[key].grad
+            mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            assert_equal(whole_of(key, mine, plan, mesh), p.grad, f"step {step}: gradient of {key}")
+        for m in (whole, model):
+            torch.optim.SGD(m.parameters(), lr=1.0).step()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("wrapped", ["ddp", "fsdp"])
+def test_a_converted_model_is_data_parallel_by_torchs_own_means(run_ranks, name, wrapped):
+    run_ranks(over_dp, 2, name, wrapped, dp=2)
 
 
 def half(mesh, name):

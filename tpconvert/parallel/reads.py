@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tpconvert.parallel.collectives import Parts, copy, copy_shared, once
 from tpconvert.parallel.mesh import Mesh
@@ -33,6 +34,8 @@ class Read:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The value to compute with."""
+        if isinstance(tensor, DTensor):  # FSDP looks at its shard between forwards; in them it puts a plain tensor here
+            return tensor
         if self.mesh.dry:  # another tensor that no mode sees being made, so that a proof can tell it from this one
             keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
             with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(keys):
