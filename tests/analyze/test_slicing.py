@@ -126,6 +126,26 @@ class Reshapes(Reads):
         return (x.view(b, t, 2, 11) * self.scale.view(2, 11)).view(b, t, 22)
 
 
+class Sum(nn.Module):
+    """What others write inline."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class Forgets(Reads):
+    """The number of tokens becomes one that nobody knows the source of, in a forward that looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.sum = nn.Embedding(9, 22), Sum()
+
+    def between(self, x: Tensor) -> Tensor:
+        if torch.ones(2, dtype=torch.bool).all():
+            x = self.sum(x, self.places(torch.arange(int(str(x.shape[1])))))
+        return x
+
+
 class Conditioned(Reads):
     """A value without tokens, made of the input, scales all of them."""
 
@@ -145,7 +165,7 @@ class Shared(Reads):
         return y * (self.scale * x.mean(1, keepdim=True)).sum()
 
 
-@pytest.mark.parametrize("cls", [Reads, Positions, Divides, Branches, Reshapes, Conditioned, Shared])
+@pytest.mark.parametrize("cls", [Reads, Positions, Divides, Branches, Reshapes, Forgets, Conditioned, Shared])
 def test_what_is_made_of_the_number_of_tokens_stays_right(cls):
     module = seeded(cls)
     inputs = {"x": floats(3, 7, 22)}
@@ -153,6 +173,12 @@ def test_what_is_made_of_the_number_of_tokens_stays_right(cls):
     assert plan.slices.reason == ""
     result = emulate_module(module, inputs, plan, sequence_parallel=True)
     assert result.equal, result.verdict()
+
+
+def test_a_forward_that_does_not_run_on_slices_sees_none():
+    plan = make_plan(seeded(Forgets), {"x": floats(3, 7, 22)}, tp=2)
+    assert plan.slices.whole == ("", "sum")  # it fails in sum, for what the model gives it
+    assert ("gather", "first", "output", 1) in places(plan)  # else it would count too few places, from 0 on each rank
 
 
 def test_only_values_whose_number_of_tokens_nobody_else_asks_for_are_slices():

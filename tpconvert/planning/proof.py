@@ -85,12 +85,8 @@ def _compare(
         if path.startswith("?") or path in rewritten or _is_ours(local.get_submodule(path)):
             continue
         for nodes, others in zip(calls, have.get(path, ()), strict=False):
-            if (
-                choice.flow.sliced_dims
-                and not choice.flow.local & set(nodes)
-                and any(_by_values(n, by_data) for n in nodes)
-            ):
-                continue  # it may take another path, and sees nothing here that it does not see without slices
+            if choice.flow.sliced_dims and _parts_by_values(nodes, others, by_data):
+                continue  # as it may without slices, where this was looked at
             at = iter(others)
             for node in nodes:
                 other = next((o for o in at if o.meta["op"] == node.meta["op"]), None)
@@ -201,6 +197,12 @@ def _by_values(node: fx.Node, by_data: set[fx.Node]) -> bool:
     """Whether the forward that ran an op branches on values, which a dry run does not have."""
     call = node.meta["call"]
     return call is None or bool(call.asked) or node in by_data
+
+
+def _parts_by_values(nodes: list[fx.Node], others: list[fx.Node], by_data: set[fx.Node]) -> bool:
+    """Whether a forward that branches on values took another path."""
+    same = [n.meta["op"] for n in nodes] == [n.meta["op"] for n in others]
+    return not same and any(_by_values(n, by_data) for n in nodes)
 
 
 def _is_ours(module: nn.Module) -> bool:

@@ -37,10 +37,20 @@ def with_slices(
             faults = {f.module: f.why for f in found}
         if not faults:
             return candidate
-        if faults.keys() <= whole:
+        blamed = {_outer(path, whole) for path in faults}
+        if blamed == {None}:
             path, why = next(iter(faults.items()))
             return replace(plan, slices=Slices(f"{path or 'the model'}: {why}"))
-        whole |= faults.keys()
+        whole |= {path for path in blamed if path is not None}
+
+
+def _outer(path: str, whole: frozenset[str]) -> str | None:
+    """The module at fault, or the one around it that gave it what it cannot take; None where all are known."""
+    while path in whole:
+        if not path:
+            return None
+        path = path.rpartition(".")[0]
+    return path
 
 
 def divided(inputs: Any, plan: Plan) -> Any:
