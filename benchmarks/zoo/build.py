@@ -26,7 +26,7 @@ from tpconvert.source.inputs import Search
 MANY = 12_000_000
 """Parameters above which checking takes too long."""
 CLASSES = 4
-MENDED = 6
+MENDED = 12
 """Numbers of a configuration that are supplied at most, and the rounds of it."""
 REFUSALS = 4
 """How many refused inputs are looked at for what a configuration lacks."""

@@ -7,7 +7,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     """
     from benchmarks.zoo import facts
     from benchmarks.zoo.build import NotBuiltError, build
+    from tpconvert.analyze.copies import copied
     from tpconvert.errors import TPConvertError
     from tpconvert.planning import make_plan
 
@@ -47,7 +47,7 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     linear = facts.linear_like(module)
     start = time.monotonic()
     try:
-        plan = make_plan(deepcopy(module), inputs, tp=TP)
+        plan = make_plan(copied(module), inputs, tp=TP)
     except TPConvertError as error:
         return tell({"outcome": "refused", "why": f"{type(error).__name__}: {error}"})
     except Exception as error:
@@ -59,7 +59,7 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     start = time.monotonic()
     tell(_emulated(module, inputs, plan))
     tell({"emulate_s": round(time.monotonic() - start, 1), "stage": "merge"})
-    tell({"way_back": facts.way_back(deepcopy(module), plan), "stage": "degrees"})
+    tell({"way_back": facts.way_back(module, plan), "stage": "degrees"})
     tell({"degrees": {tp: _at_degree(module, inputs, tp) for tp in degrees}, "stage": "done"})
     if keep is not None and not kept:
         tell({"ranks": _on_forked_ranks(module, inputs, plan)})
@@ -67,11 +67,12 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
 
 def _at_degree(module: Any, inputs: Any, tp: int) -> dict[str, Any]:
     """The share of matrices cut, and whether equal, at another degree."""
+    from tpconvert.analyze.copies import copied
     from tpconvert.errors import TPConvertError
     from tpconvert.planning import make_plan
 
     try:
-        plan = make_plan(deepcopy(module), inputs, tp=tp)
+        plan = make_plan(copied(module), inputs, tp=tp)
     except TPConvertError as error:
         return {"outcome": "refused", "why": f"{type(error).__name__}: {error}"}
     except Exception as error:

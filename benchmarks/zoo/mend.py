@@ -175,7 +175,7 @@ def lessen(config: Any, module: Any) -> bool:
     changed = False
     for part in parts(config):
         for name, value in list(vars(part).items()):
-            if type(value) is int and value >= 64 and any(n % value == 0 for n in dims):
+            if type(value) is int and value >= 16 and any(n % value == 0 for n in dims):
                 changed |= _set(part, name, value // 4)
             elif _integers(value) and max(value) in dims:
                 changed |= _set(part, name, type(value)(max(v // 4, 1) for v in value))

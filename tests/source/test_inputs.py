@@ -11,6 +11,7 @@ from tpconvert.errors import SourceError
 from tpconvert.source import open_source
 from tpconvert.source.documented import arguments, example, size_of
 from tpconvert.source.inputs import example_inputs
+from tpconvert.source.resize import resized
 
 TEXT = {
     "hidden_size": 24,
@@ -151,6 +152,41 @@ def test_what_a_forward_asks_for_is_given():
 def test_a_width_is_made_the_one_that_is_expected():
     module = Documented(Config(width=10))
     assert example_inputs(module, Config(width=6))["states"].shape == (2, 13, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("mat1 and mat2 shapes cannot be multiplied (26x6 and 10x48)", (2, 13, 10)),
+        ("The size of tensor a (13) must match the size of tensor b (7) at non-singleton dimension 1", (2, 7, 6)),
+        ("expects the features to be of length 20, but found 13", (2, 20, 6)),
+        ("expects `length` to be a multiple of `n * 2` (10), but got 13", (2, 20, 6)),
+        ("length 13 is not a multiple of 4", (2, 16, 6)),
+        ("expected input[2, 13, 6] to have 8 channels, but got 13 channels instead", (2, 8, 6)),
+        ("normalized_shape=[9], expected input with shape [*, 9], but got input of size[2, 13, 6]", (2, 13, 9)),
+        ("Calculated input size: (1). Kernel size can't be greater than actual input size", (2, 13, 4001)),
+        ("something else", None),
+    ],
+)
+def test_an_error_asks_for_another_size(text, shape):
+    found = next(resized({"x": torch.zeros(2, 13, 6)}, text, torch.zeros), None)
+    assert (found and found["x"].shape) == shape
+
+
+def test_images_grow_to_what_the_model_has():
+    images = {"pixel_values": torch.zeros(2, 3, 8, 6)}
+    found = next(resized(images, "Input image size (16*6) doesn't match model (8*12).", torch.zeros))
+    assert found["pixel_values"].shape == (2, 3, 4, 12)
+    found = next(resized(images, "Image size 8x6 is too small to be scaled", torch.zeros))
+    assert found["pixel_values"].shape == (2, 3, 32, 24)
+
+
+def test_text_becomes_as_long_as_what_it_meets():
+    given = {"input_ids": torch.zeros(2, 13), "attention_mask": torch.ones(2, 13)}
+    text = "The size of tensor a (13) must match the size of tensor b (8) at non-singleton dimension 1"
+    books, text = list(resized(given, text, lambda *dims: torch.zeros(2, *dims)))
+    assert books["input_ids"].shape == (2, 13, 8)
+    assert text["input_ids"].shape == text["attention_mask"].shape == (2, 8)
 
 
 def test_an_input_of_which_nothing_is_known_is_told():

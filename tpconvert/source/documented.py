@@ -58,7 +58,7 @@ def arguments(forward: Any) -> dict[str, Argument]:
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
             continue
         kind, dims = found.get(name, ("", ""))
-        split = tuple(d.strip() for d in dims.split(",") if d.strip())
+        split = tuple(d.strip() for d in dims.replace("{0}", "batch_size, sequence_length").split(",") if d.strip())
         out[name] = Argument(name, split, kind, p.default is p.empty)
     return out
 

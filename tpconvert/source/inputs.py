@@ -35,6 +35,7 @@ from tpconvert.source.documented import (
     size_in,
 )
 from tpconvert.source.media import SOUNDS, VIDEOS, images, sounds
+from tpconvert.source.resize import resized
 from tpconvert.source.towers import Tower, towers_of, with_towers
 
 __all__ = ["BATCH", "LENGTH", "OTHER_LENGTH", "example_inputs"]
@@ -71,7 +72,8 @@ class Search:
         self.module, self.config = module, config
         self.arguments = arguments(module.forward)
         self.names = set(self.arguments)
-        self.main = getattr(module, "main_input_name", "input_ids")
+        main = getattr(module, "main_input_name", "input_ids")
+        self.main = [main] if isinstance(main, str) else list(main)
         self.required = [n for n, a in self.arguments.items() if a.required]
         self.tried: set[Any] = set()
         self.refused: list[Refusal] = []
@@ -99,7 +101,7 @@ class Search:
             self.refused.append(Refusal(given, error, len(reached)))
             later += [(len(reached), new) for new in self.mended(given, error) if self._is_new(new)]
         if not self.refused:
-            raise self._unknown(self.main)
+            raise self._unknown(self.main[0])
         return max(self.refused, key=lambda refusal: refusal.reached).given
 
     def _is_new(self, given: Given) -> bool:
@@ -109,7 +111,7 @@ class Search:
         return new
 
     def _check_known(self) -> None:
-        for name in dict.fromkeys([self.main, *self.required]):
+        for name in dict.fromkeys([*self.main, *self.required]):
             if name in self.names and "mask" not in name and not any(True for _ in self.forms(name, {})):
                 raise self._unknown(name)
 
@@ -128,7 +130,7 @@ class Search:
             inputs = with_towers(towers, skeleton, self.config, self.names, forms, lambda: words(self.config, LENGTH))
             yield from (self.completed(given) for given in inputs)
         media = [n for n in (*SOUNDS, "pixel_values", VIDEOS) if n in self.names]
-        least = [n for n in dict.fromkeys([self.main, *self.required]) if n in self.names]
+        least = [n for n in dict.fromkeys([*self.main, *self.required]) if n in self.names]
         text = [n for n in ("input_ids",) if n in self.names]
         wanted = [*([[n, *text, *least] for n in media] if text else []), least, *([n, *least] for n in media), text]
         for names in dict.fromkeys(tuple(dict.fromkeys(w)) for w in wanted if w):
@@ -192,6 +194,17 @@ class Search:
             yield {name: made}
             if made.dtype == torch.long and argument.kind != "LongTensor":
                 yield {name: made.float()}
+        elif name == "inputs":
+            yield {name: words(self.config, LENGTH)}
+            yield from self._undocumented(name)
+        elif re.search(r"(states?|embeds|latents|values)$", name):
+            yield from self._undocumented(name)
+
+    def _undocumented(self, name: str) -> Iterator[Given]:
+        """What is called a state, or the like, in the layouts that there are: text first, then a sound."""
+        width = size_in(self.config, "hidden_size") or size_in(self.config, "d_model") or 16
+        for shape in ((LENGTH, width), (width, LENGTH), (LENGTH,), (1, 4800), (width,)):
+            yield {name: random(BATCH, *shape)}
 
     def _masks(self, argument: Argument, given: Given) -> Iterator[Given]:
         """Masks of the documented shape, and over each length among the inputs."""
@@ -209,24 +222,7 @@ class Search:
     def mended(self, given: Given, error: BaseException) -> Iterator[Given]:
         """The inputs changed by what an error says: with an argument more, or of another width."""
         text = str(error)
-        for had, wants in _widths(text):
-            for name, value in given.items():
-                if isinstance(value, Tensor) and value.is_floating_point() and had in value.shape[1:]:
-                    at = max(i for i, n in enumerate(value.shape) if n == had)
-                    yield given | {name: random(*value.shape[:at], wants, *value.shape[at + 1 :])}
-            for name, value in given.items():
-                if name.endswith("input_ids") and value.shape[1:] == (had,):
-                    yield given | {name: words(self.config, had, wants)}
-        if m := re.search(r"shape '\[\d+, (\d+), -1\]' is invalid for input of size (\d+)", text):
-            books = int(m[1])
-            for name, value in given.items():
-                if name.endswith("input_ids") and value.numel() == int(m[2]):
-                    yield given | {name: words(self.config, value.shape[1], books)}
-                    yield given | {name: words(self.config, value.shape[1]).repeat(books, 1)}
-        if re.search(r"[Ii]mage size \S+ is too small", text):
-            for name, value in given.items():
-                if isinstance(value, Tensor) and value.dim() >= 4:
-                    yield given | {name: random(*value.shape[:-2], 4 * value.shape[-2], 4 * value.shape[-1])}
+        yield from resized(given, text, lambda *dims: words(self.config, *dims))
         if "index out of range" in text:
             least = min(filter(None, (size_in(part, "vocab_size") for part in parts(self.config))), default=2)
             yield {n: v % least if n.endswith("input_ids") else v for n, v in given.items()}
@@ -244,7 +240,9 @@ class Search:
             if "site-packages/torch/" not in frame.filename and "/tpconvert/" not in frame.filename:
                 last = frame.end_lineno or frame.lineno or 0
                 lines.append("".join(linecache.getline(frame.filename, n) for n in range(frame.lineno or 0, last + 1)))
-        found = dict.fromkeys(word for line in lines for word in re.findall(r"\w+", line))
+        found = dict.fromkeys(
+            name for line in lines for word in re.findall(r"\w+", line) for name in (word, word.lower())
+        )
         never = {"inputs_embeds"} if "input_ids" in self.names else set()
         wanted = self.names - given.keys() - never
         yield from (name for name in found if name in wanted and not _NEVER.search(name))
@@ -254,16 +252,6 @@ def _told(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.max().item() if value.numel() else 0}"
     return str(value)
-
-
-def _widths(text: str) -> Iterator[tuple[int, int]]:
-    """``(had, expected)`` of the errors that torch raises for a width that does not fit."""
-    if m := re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", text):
-        yield int(m[1]), int(m[2])
-    if m := re.search(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)", text):
-        yield int(m[1]), int(m[2])
-    if m := re.search(r"to have (\d+) channels, but got (\d+) channels", text):
-        yield int(m[2]), int(m[1])
 
 
 def _counting(module: nn.Module) -> list[None]:

@@ -7,6 +7,7 @@ sizes of images, masks - has to agree with it.  So each function gives several s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def images(name: str, names: set[str], config: Any) -> Iterator[Given]:
     if grids:
         yield from _patches_on_a_grid(name, grids[-1], names, config)
     if names & {"spatial_shapes", *PLACES}:
-        yield _patches_in_rows(name, names, config)
+        yield from (_patches_in_rows(name, names, config, side) for side in (_side(config), 4 * _side(config)))
     channels = _channels(seen)
     height, width = square(seen)
     if "image_sizes" in names and name == IMAGES:
@@ -72,10 +73,11 @@ def _waves(name: str, config: Any) -> Iterator[tuple[Given, int]]:
 
 def _patches_on_a_grid(name: str, grid: str, names: set[str], config: Any) -> Iterator[Given]:
     """All patches of all images in one row, and the grid of each image."""
-    side, seen = _side(config), _seeing(config)
+    seen = _seeing(config)
     times, patch = size_in(seen, "temporal_patch_size") or 1, size_in(seen, "patch_size") or 14
     channels = _channels(seen)
-    for frames in (2, 1) if name == VIDEOS else (1,):
+    lengths = (2, 1) if name == VIDEOS else (1,)
+    for side, frames in product((_side(config), 4 * _side(config)), lengths):
         shape = [side, side] if grid == "image_grid_hw" else [frames, side, side]
         given = {grid: torch.tensor([shape] * BATCH)}
         if "merge_sizes" in names:
@@ -85,9 +87,9 @@ def _patches_on_a_grid(name: str, grid: str, names: set[str], config: Any) -> It
         yield given | {name: random(rows, channels, patch, patch)}
 
 
-def _patches_in_rows(name: str, names: set[str], config: Any) -> Given:
+def _patches_in_rows(name: str, names: set[str], config: Any, side: int) -> Given:
     """The patches of each image in a row of their own, and where each of them is."""
-    side, seen = _side(config), _seeing(config)
+    seen = _seeing(config)
     patch, channels = size_in(seen, "patch_size") or 14, _channels(seen)
     count = side * side
     places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij"), -1).reshape(1, count, 2)

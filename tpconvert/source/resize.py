@@ -1,0 +1,96 @@
+"""Inputs of other sizes, by what a forward says of the sizes that it was given.
+
+``mat1 and mat2 shapes cannot be multiplied (26x46 and 768x48)`` asks for a width of 768 in place of 46.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpconvert.source.documented import random
+
+Given = dict[str, Any]
+LONG = 4001
+"""Entries of a sound that is long enough for a stack of convolutions."""
+
+
+def resized(given: Given, text: str, words: Callable[..., Tensor]) -> Iterator[Given]:
+    """The inputs with one of another size; ``words`` makes text of given dims after the batch."""
+    for had, wanted in _sizes(text):
+        for name, value in _floats(given):
+            if had in value.shape[1:]:
+                at = max(i for i, n in enumerate(value.shape) if n == had)
+                yield given | {name: random(*value.shape[:at], wanted, *value.shape[at + 1 :])}
+        for name, value in _texts(given):
+            if value.shape[1:] == (had,):
+                yield given | {name: words(had, wanted)}
+                yield _together(given | {name: words(wanted)}, had, wanted)
+    if m := re.search(r"shape '\[\d+, (\d+), -1\]' is invalid for input of size (\d+)", text):
+        for name, value in _texts(given):
+            if value.numel() == int(m[2]):
+                yield given | {name: words(value.shape[1], int(m[1]))}
+                yield given | {name: words(value.shape[1]).repeat(int(m[1]), 1)}
+    for scale in _scales(text):
+        for name, value in _floats(given):
+            if value.dim() >= 4:
+                height, width = (int(n * by) for n, by in zip(value.shape[-2:], scale, strict=True))
+                yield given | {name: random(*value.shape[:-2], height, width)}
+    if m := re.search(r"expected input with shape \[\*, (\d+)\], but got input of size\[([\d, ]+)\]", text):
+        shape = tuple(int(n) for n in m[2].split(","))
+        for name, value in _floats(given):
+            if value.shape == shape:
+                yield given | {name: random(*shape[:-1], int(m[1]))}
+    if "Kernel size can't be greater than actual input size" in text:
+        for name, value in _floats(given):
+            if value.shape[-1] < LONG:
+                yield given | {name: random(*value.shape[:-1], LONG)}
+
+
+def _sizes(text: str) -> Iterator[tuple[int, int]]:
+    """``(had, wanted)`` of the errors that name both."""
+    if m := re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", text):
+        yield int(m[1]), int(m[2])
+    if m := re.search(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)", text):
+        yield int(m[1]), int(m[2])
+    if m := re.search(r"length (\d+), but (?:found|got) (\d+)", text):
+        yield int(m[2]), int(m[1])
+    if m := re.search(r"multiple of .*?(\d+)\)?,? but got (\d+)", text):
+        yield int(m[2]), _up(int(m[2]), int(m[1]))
+    if m := re.search(r"length (\d+) is not a multiple of (\d+)", text):
+        yield int(m[1]), _up(int(m[1]), int(m[2]))
+    if m := re.search(r"to have (\d+) channels, but got (\d+) channels", text):
+        yield int(m[2]), int(m[1])
+
+
+def _scales(text: str) -> Iterator[tuple[float, float]]:
+    """By how much images should be higher and wider."""
+    if re.search(r"[Ii]mage size \S+ is too small", text):
+        yield 4, 4
+    if m := re.search(r"image size \((\d+)\*(\d+)\) doesn't match model \((\d+)\*(\d+)\)", text):
+        yield int(m[3]) / int(m[1]), int(m[4]) / int(m[2])
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _together(given: Given, had: int, wanted: int) -> Given:
+    """With the masks over text as long as the text."""
+    out = dict(given)
+    for name, value in given.items():
+        if "mask" in name and isinstance(value, Tensor) and value.shape[1:] == (had,):
+            out[name] = torch.ones(value.shape[0], wanted, dtype=value.dtype)
+    return out
+
+
+def _floats(given: Given) -> list[tuple[str, Tensor]]:
+    return [(n, v) for n, v in given.items() if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def _texts(given: Given) -> list[tuple[str, Tensor]]:
+    return [(n, v) for n, v in given.items() if n.endswith("input_ids")]
