@@ -182,7 +182,7 @@ def test_images_grow_to_what_the_model_has():
 
 
 def test_text_becomes_as_long_as_what_it_meets():
-    given = {"input_ids": torch.zeros(2, 13), "attention_mask": torch.ones(2, 13)}
+    given = {"input_ids": torch.zeros(2, 13).long(), "attention_mask": torch.ones(2, 13).long()}
     text = "The size of tensor a (13) must match the size of tensor b (8) at non-singleton dimension 1"
     books, text = list(resized(given, text, lambda *dims: torch.zeros(2, *dims)))
     assert books["input_ids"].shape == (2, 13, 8)
