@@ -186,6 +186,9 @@ def compiled(mesh):
     eager = gradients(chain)
     traced = gradients(torch.compile(chain, backend="aot_eager", fullgraph=True))
     torch.testing.assert_close(traced, eager)
+    with torch.no_grad():
+        alone = torch.compile(chain, backend="aot_eager", fullgraph=True)(value(1, 3, 9), value(2, 9))
+    torch.testing.assert_close(alone, eager[0])
 
 
 def test_every_collective_compiles_into_one_graph(run_ranks):
