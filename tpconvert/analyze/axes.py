@@ -22,6 +22,7 @@ from torch import fx
 from tpconvert.analyze.capture import Trace
 from tpconvert.analyze.gradients import HOOK
 from tpconvert.analyze.terms import P, Term, UnalignedError, V, atoms, cut, find, leaves, products, unify
+from tpconvert.analyze.unseen import storage_of
 
 Dims = list[Term]
 
@@ -166,6 +167,11 @@ class Axes:
         """The atoms of the dims of the model's inputs, once all are known."""
         inputs = [n for n in self.trace.nodes if n.meta["op"] == "input"]
         return set().union(*(leaves(t) for n in inputs for t in self.of(n)))
+
+    @cached_property
+    def lasting(self) -> set[int]:
+        """The memory that was there before the forward and is there after it: parameters, buffers, other tensors."""
+        return {storage_of(n.meta["val"]) for n in self.trace.nodes if n.meta["op"] in ("parameter", "constant")}
 
     def opaque(self, node: fx.Node, why: str) -> Any:
         """Block every dim of every operand and result: right for any op, at the cost of coverage."""

@@ -23,7 +23,7 @@ class Backward:
         self.flow, self.hosts = flow, hosts
         self.lazy = lazy
         """Calls in whose own forward zones are not closed at the children's inputs, but reach up to its own."""
-        self.returned = set(flow.ax.trace.outputs.values())
+        self.returned = {*flow.ax.trace.outputs.values(), *flow.ax.trace.kept}
         self.scattered = {(p.node, u) for p in flow.scatters for u in p.node.users}
         self.inside: set[fx.Node] = set()
         for node in flow.ax.trace.nodes:

@@ -27,7 +27,7 @@ from tpconvert.analyze.entering import has_floats
 from tpconvert.analyze.provenance import remembering
 from tpconvert.analyze.recorder import Inputs, Recorder, is_inplace, mutated_alias
 from tpconvert.analyze.running import descending_into_functionals
-from tpconvert.analyze.state import watching
+from tpconvert.analyze.state import kept, watching
 from tpconvert.analyze.trace import Call, Trace
 from tpconvert.errors import SourceError
 
@@ -84,6 +84,7 @@ def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder) -> Trace:
         formulas,
         recorder.notes,
         recorder.read,
+        recorder.computed(kept(module)),
         recorder.by_data,
         recorder.rules,
     )

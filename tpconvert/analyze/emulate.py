@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpconvert.analyze.axes import is_many, stops_gradient, tensors
+from tpconvert.analyze.axes import inplace_target, is_many, stops_gradient, tensors
 from tpconvert.analyze.dealing import Deal
 from tpconvert.analyze.flow import Flow, Placed
 from tpconvert.analyze.forward import root_parameter
@@ -120,7 +120,7 @@ class Lockstep:
         """Give every rank its part of a parameter, or all of an input."""
         value = node.meta["value"]
         if node.meta["op"] != "parameter":
-            parts = [value for _ in self.ranks]
+            parts = [value.clone() for _ in self.ranks]  # which may be written into
             if node.meta["op"] == "input" and node.meta["val"].requires_grad:
                 self.leaves[node] = [value.clone().requires_grad_() for _ in self.ranks]
                 parts = [leaf.clone() for leaf in self.leaves[node]]  # which may be written into
@@ -177,7 +177,8 @@ class Lockstep:
         if node in self.ax.splits and self.is_local(node):
             dim = self.ax.splits[node]
             return torch.split(args[0], [self.deal.size(d[dim], rank) for d in self.ax.dims[node]], dim)
-        out = node.target(*args, **kwargs)  # type: ignore[operator]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not writes_leaf(node, value)):
+            out = node.target(*args, **kwargs)  # type: ignore[operator]
         if node in self.flow.partial and node in self.ax.means:
             for term in self.ax.means[node]:
                 out = out * (self.deal.size(term, rank) / term.n)
@@ -277,6 +278,16 @@ def unwritten(node: fx.Node) -> bool:
     if node.meta["op"] in ("empty", "new_empty", "empty_like"):
         return True
     return node.meta["op"] in ("__getitem__", "view", "expand", "transpose", "alias") and unwritten(node.args[0])  # type: ignore[arg-type]
+
+
+def writes_leaf(node: fx.Node, value: Callable[[fx.Node], torch.Tensor]) -> bool:
+    """Whether an op writes into a parameter, which the forward did without grad."""
+    target = inplace_target(node)
+    if target is None:
+        return False
+    written = value(target)
+    written = written if written._base is None else written._base
+    return written.is_leaf and written.requires_grad
 
 
 def is_local(flow: Flow, node: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from tpconvert.analyze.axes import inplace_target, is_many, nodes_in, tensors
 from tpconvert.analyze.ops_math import EXPANDING, UNIFORM
 from tpconvert.analyze.states import ConflictError, Flow, Host, Hosts, Placed, involved, is_op, rule_of
 from tpconvert.analyze.terms import Term, half_cut, leaves
+from tpconvert.analyze.unseen import storage_of
 
 
 def check_sums(flow: Flow) -> None:
@@ -43,7 +44,7 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
             flow.cut.add(node)
         if partial:
             # a layer would only make the sum wider; parts of a sum that differ cannot be summed
-            first = contracts[node] or node in flow.cut or node in flow.gathered or writes_buffer(node)
+            first = contracts[node] or node in flow.cut or node in flow.gathered or writes_kept(flow, node)
             bad = partial if first or _summed_early(flow, node) else _not_linear(flow, node, partial)
             for operand in bad:
                 _reduce(flow, hosts, operand)
@@ -62,7 +63,7 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
         target = inplace_target(node)
         if node in flow.partial and target is not None and target.meta["op"] in UNIFORM:
             flow.partial.add(target)
-    for node in (*flow.ax.trace.outputs.values(), *flow.ax.trace.read):
+    for node in (*flow.ax.trace.outputs.values(), *flow.ax.trace.read, *flow.ax.trace.kept):
         if node in flow.partial and node not in flow.reduced:
             _reduce(flow, hosts, node)
             return True
@@ -89,12 +90,10 @@ def check_periods(flow: Flow, node: fx.Node) -> None:
             )
 
 
-def writes_buffer(node: fx.Node) -> bool:
-    """Whether an op writes into a parameter or buffer, which outlives the forward."""
+def writes_kept(flow: Flow, node: fx.Node) -> bool:
+    """Whether an op writes into a parameter, a buffer or another tensor that outlives the forward, or into a view."""
     target = inplace_target(node)
-    while target is not None and target.meta["op"] == "alias":
-        target = target.args[0]  # type: ignore[assignment]
-    return target is not None and target.meta["op"] == "parameter"
+    return target is not None and storage_of(target.meta["val"]) in flow.ax.lasting
 
 
 def _summed_early(flow: Flow, node: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -196,6 +196,8 @@ class Recorder(TorchFunctionMode):
             return args[0].dtype
         if name in CONCRETE and self.shadow is None:
             return func(*args, **kwargs)
+        if self.values and is_inplace(name, kwargs):
+            self.map((tuple(args), kwargs))  # a buffer met here first has the value it had before
         out = self.shadow.execute(self, func, name, args, kwargs) if self.shadow is not None else func(*args, **kwargs)
         if watches(func, name):
             watch(self, func, name, args, kwargs)
@@ -325,6 +327,11 @@ class Recorder(TorchFunctionMode):
         if tree is None or tree is ...:
             return tree
         return Held(tree)
+
+    def computed(self, tensors: Iterable[torch.Tensor]) -> set[fx.Node]:
+        """Those of ``tensors`` that the forward computed or wrote to."""
+        nodes = {self.nodes[id(t)] for t in tensors if id(t) in self.nodes}
+        return {n for n in nodes if n.op == "call_function"}
 
     def slots(self, tree: Any, prefix: str = "") -> Iterator[tuple[str, fx.Node]]:
         """``(slot, node)`` of each tensor in ``tree``."""

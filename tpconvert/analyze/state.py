@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tpconvert.analyze.provenance import held_objects
 from tpconvert.analyze.trace import Call
+from tpconvert.analyze.trees import tensors_in
 
 
 @contextmanager
@@ -24,7 +25,8 @@ def watching(module: nn.Module, stack: list[Call], calls: list[Call]) -> Iterato
     original = nn.Module.__setattr__
 
     def noting(self: nn.Module, name: str, value: Any) -> None:
-        if stack and id(self) in known:
+        same = isinstance(value, Tensor) and value is self._buffers.get(name)  # as after self.count += 1
+        if stack and id(self) in known and not same:
             stack[-1].assigned = stack[-1].assigned or name
         original(self, name, value)
 
@@ -40,6 +42,13 @@ def watching(module: nn.Module, stack: list[Call], calls: list[Call]) -> Iterato
             for call in calls:
                 if call.module in ("", path) or path.startswith(f"{call.module}."):
                     call.assigned = call.assigned or name
+
+
+def kept(module: nn.Module) -> Iterator[Tensor]:
+    """Every tensor on the modules, by whatever attribute."""
+    for m in module.modules():
+        for held in (*vars(m).values(), *(vars(other) for _, other in held_objects(m))):
+            yield from tensors_in(held)
 
 
 def _containers(module: nn.Module) -> Iterator[tuple[str, str, Any]]:

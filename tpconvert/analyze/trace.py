@@ -65,6 +65,8 @@ class Trace:
     notes: list[str]
     read: set[fx.Node]
     """Values that Python read: they must be whole."""
+    kept: set[fx.Node]
+    """Values that are left on a module for a later call or for whoever called: they must be no terms of a sum."""
     by_data: set[fx.Node]
     """Values whose shape hangs on other values."""
     rules: Any = None

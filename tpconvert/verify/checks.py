@@ -111,7 +111,7 @@ class _Pair:
         self.notes: list[str] = []
         self.parted = ""
         self.drops = False
-        self.takes_gradients = takes_gradients(whole, inputs, self.dtype)
+        self.takes_gradients = takes_gradients(copied(whole), inputs, self.dtype)  # which may keep what it saw
 
     def add(self, kind: str, name: str, error: float, mode: str, bound: float | None = None) -> None:
         self.checks.append(Check(kind, name, error, self.bound if bound is None else bound, mode))
