@@ -205,3 +205,12 @@ def test_the_work_grows_with_the_layers_and_no_faster() -> None:
         times.append(min(tries))
     assert counts[2] - counts[1] == 2 * (counts[1] - counts[0])
     assert times[2] < 3 * times[1] + 0.3
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_plan_does_not_hang_on_the_callers_grad_mode(mode):
+    expected = make_plan(*MODELS["head_norms"](), tp=2)
+    assert any(b.kind == "copy" for b in expected.boundaries) and any(v.sum_grad for v in expected.verdicts)
+    with mode():
+        module, inputs = MODELS["head_norms"]()
+        assert make_plan(module, inputs, tp=2) == expected

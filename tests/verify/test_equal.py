@@ -1,10 +1,13 @@
 """Every test model, planned and converted, is proved equal on gloo ranks."""
 
 import pytest
+import torch
 
 from tests.hf_models import CASES
 from tests.models import MODELS
-from tests.verify.frame import planned, proved
+from tests.verify.frame import built, planned, proved
+from tpconvert.spec.plan import Plan
+from tpconvert.verify import compare_on_rank
 
 UNCUT = {("uncuttable", 2), ("qwen3_moe_loop", 3)}
 """Models and degrees at which everything may stay whole.  All others are cut, or equality would prove nothing."""
@@ -37,3 +40,14 @@ def test_a_converted_model_is_equal(run_ranks, name, tp):
     result = run_ranks(proved, tp, name, plan.dumps(), timeout=120)[0]
     assert result.equal, result.verdict()
     assert {c.kind for c in result.checks} >= {"output", "loss", "gradient", "after 2 steps"}
+
+
+def without_gradients(mesh, name, plan):
+    module, inputs = built(name)
+    with torch.inference_mode():
+        return compare_on_rank(module, inputs, Plan.loads(plan), mesh)
+
+
+def test_the_callers_inference_mode_does_not_matter(run_ranks):
+    result = run_ranks(without_gradients, 2, "gated_mlp", planned("gated_mlp", 2).dumps())[0]
+    assert result.equal and any(c.kind == "gradient" for c in result.checks)

@@ -77,6 +77,8 @@ class Calls:
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Hook: the root's forward is over.  Another number of calls may have got the collectives of others."""
         self.running = False
+        if output is None:  # the forward failed, and its own error counts
+            return
         for path, planned in self.planned.items():
             made = self.counts.get(path, 0)
             if made and planned > 1 and made != planned:
@@ -174,4 +176,4 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) 
             module.register_forward_hook(AtOutput(selection, at_output), prepend=True)
     if calls.planned:
         root.register_forward_pre_hook(calls.begin, prepend=True)
-        root.register_forward_hook(calls.end)
+        root.register_forward_hook(calls.end, always_call=True)

@@ -6,11 +6,13 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tpconvert.errors import PlanError
 from tpconvert.parallel.boundaries import add_boundaries
 from tpconvert.parallel.collectives import parts_of, take
+from tpconvert.parallel.kept import keep, refuse_converted
 from tpconvert.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -26,6 +28,7 @@ from tpconvert.spec.plan import Boundary, Edit, Plan, Verdict
 from tpconvert.spec.sliced import sliced_form
 
 
+@torch.inference_mode(False)
 def parallelize(
     module: nn.Module, plan: Plan, mesh: Mesh, *, gather_output: bool = True, sequence_parallel: bool = False
 ) -> nn.Module:
@@ -55,6 +58,7 @@ def parallelize(
         become(part_of_module, forward=rewritten_forward(part_of_module, rewrite, mesh))
     add_boundaries(module, boundaries, mesh)
     add_switches(module, plan.switches, mesh)
+    keep(module, plan)
     return module
 
 
@@ -109,6 +113,7 @@ def check(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
         raise PlanError(
             f"The plan is for tp={plan.tp}, the mesh has {mesh.degree} ranks.", hint=f"Use --tp {mesh.degree}."
         )
+    refuse_converted(module)
     tensors = dict(named_tensors(module))
     modules = {path for path, _ in module.named_modules(remove_duplicate=False)}
     for verdict in plan.verdicts:

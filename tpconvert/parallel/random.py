@@ -139,7 +139,7 @@ def add_switches(root: nn.Module, switches: Iterable[Switch], mesh: Mesh) -> Non
         if sides in ({"input": True, "output": False}, {"input": False, "output": True}):
             within = Within(mesh, sides["input"])
             module.register_forward_pre_hook(within.enter, prepend=True)
-            module.register_forward_hook(within.leave)
+            module.register_forward_hook(within.leave, always_call=True)
             continue
         if "input" in sides:
             module.register_forward_pre_hook(Turn(mesh, sides["input"]), prepend=True)
@@ -148,7 +148,7 @@ def add_switches(root: nn.Module, switches: Iterable[Switch], mesh: Mesh) -> Non
     if of_module:
         frame = Frame(mesh, any(s.always for s in switches))
         root.register_forward_pre_hook(frame, prepend=True)
-        root.register_forward_hook(frame)
+        root.register_forward_hook(frame, always_call=True)
 
 
 def seed_ranks(seed: int, mesh: Mesh) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from tpconvert.analyze.axes import Axes
@@ -26,7 +27,9 @@ from tpconvert.analyze.planner import Planner
 from tpconvert.analyze.rules import load_rules
 from tpconvert.analyze.shadow import Shadow, needs_shadow
 from tpconvert.analyze.terms import Term
+from tpconvert.analyze.trees import map_tensors
 from tpconvert.errors import PlanError, RuleError, VerifyError
+from tpconvert.parallel.kept import refuse_converted
 from tpconvert.planning.held import hold
 from tpconvert.planning.proof import Fault, prove_shapes
 from tpconvert.planning.reproduce import NotHeldError
@@ -53,7 +56,9 @@ def make_plan(
     Raises PlanError where nothing can be planned, RuleError for an override or rule that is wrong or matches
     nothing, SourceError where the forward fails.
     """
-    return Planning(module, inputs, tp, overrides, [Path(r) for r in rules], dict(source or {})).run()
+    with torch.inference_mode(False), torch.enable_grad():  # where gradients are summed is found by differentiating
+        given = map_tensors(lambda x: x.clone() if x.is_inference() else x, inputs)
+        return Planning(module, given, tp, overrides, [Path(r) for r in rules], dict(source or {})).run()
 
 
 class Planning:
@@ -70,6 +75,7 @@ class Planning:
     ) -> None:
         if tp < 1:
             raise PlanError(f"tp={tp} is no number of ranks.", hint="Use --tp 2 or more.")
+        refuse_converted(module)
         self.module, self.inputs, self.tp, self.source = light(module), inputs, tp, source
         module = self.module
         self.pinned = pinned_names(module, overrides)

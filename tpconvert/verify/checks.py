@@ -33,6 +33,8 @@ LOOSE = 1e-5
 """For a model as it is, which may go down to float32 inside."""
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def compare_on_rank(
     whole: nn.Module,
     inputs: Any,

@@ -39,6 +39,8 @@ LIMIT = timedelta(minutes=30)
 """How long a rank waits for the others."""
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def verify(
     source: Source,
     plan: Plan,
@@ -157,6 +159,8 @@ def verify_emulated(
     return emulate_module(source.build(), source.inputs, plan, rules=rules, sequence_parallel=sequence_parallel)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def emulate_module(
     module: nn.Module,
     inputs: Any,

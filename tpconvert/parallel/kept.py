@@ -1,0 +1,122 @@
+"""A converted module must stay as it was converted: what is put in later would meet values that are a rank's part.
+
+An adapter around a row-parallel layer, say, is given cut inputs, and nothing sums its outputs.  So the parts that a
+plan speaks of are looked for, each time the module that holds them is called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpconvert.errors import PlanError
+from tpconvert.spec.plan import Plan
+
+CHANGE_FIRST = "Change the model first, then plan and convert it."
+
+REFUSED = {
+    "save_pretrained": "tpconvert.save writes it as a sharded folder, tpconvert.merge makes one checkpoint of that.",
+    "push_to_hub": "Push what tpconvert.merge makes of a sharded folder.",
+    "resize_token_embeddings": CHANGE_FIRST,
+}
+"""Methods that read or write a model as if it were whole -> what to do instead."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module that the plan speaks of, and where it was."""
+
+    path: str
+    holder: nn.Module
+    name: str
+    module: nn.Module
+    parameters: tuple[str, ...]
+    """Those of its own that are not whole."""
+
+    def check(self) -> None:
+        """Raise PlanError where another stands in its place; one that only wraps it, as compiling does, may."""
+        now = self.holder._modules.get(self.name)
+        if now is not self.module and not _wraps(now, self.module):
+            what = "is gone" if now is None else f"is now a {type(now).__name__}"
+            raise PlanError(f"{self.path}: it was replaced after the conversion and {what}.", hint=CHANGE_FIRST)
+        for name in self.parameters:
+            if name not in self.module._parameters:
+                raise PlanError(f"{self.path}.{name}: it was replaced after the conversion.", hint=CHANGE_FIRST)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Hook of a module: the parts it holds are those that were converted."""
+
+    parts: tuple[Part, ...]
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Look at each."""
+        if not torch.compiler.is_compiling():
+            for part in self.parts:
+                part.check()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Stands in for a method that takes a rank's part for the whole model."""
+
+    module: nn.Module
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise PlanError, but where the caller gives the whole tensors."""
+        if kwargs.get("state_dict") is not None:
+            return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+        raise PlanError(f"{self.name} would take this rank's part for the whole model.", hint=REFUSED[self.name])
+
+
+def keep(root: nn.Module, plan: Plan) -> None:
+    """See to it that the parts of a converted module stay."""
+    cut: dict[str, list[str]] = {}
+    for verdict in plan.verdicts:
+        if verdict.kind == "parameter" and (verdict.layout.cut or verdict.sum_grad or verdict.once):
+            path, _, name = verdict.name.rpartition(".")
+            cut.setdefault(path, []).append(name)
+    spoken_of = {*cut, *(item.module for item in (*plan.boundaries, *plan.edits, *plan.rewrites))}
+    of_caller: dict[str, list[Part]] = {}
+    for path in sorted(spoken_of - {""}):
+        above, _, name = path.rpartition(".")
+        part = Part(path, root.get_submodule(above), name, root.get_submodule(path), tuple(cut.get(path, ())))
+        of_caller.setdefault(_caller(root, above), []).append(part)
+    for path, parts in of_caller.items():
+        root.get_submodule(path).register_forward_pre_hook(Kept(tuple(parts)))
+    for module in root.modules():
+        for name in REFUSED:
+            if hasattr(type(module), name):
+                module.__dict__[name] = Refused(module, name)
+    root.__dict__["_tp_converted"] = True
+
+
+def refuse_converted(module: nn.Module) -> None:
+    """Raise PlanError where a module, or a part of it, has been converted."""
+    for path, part in module.named_modules():
+        if "_tp_converted" in vars(part) or "tp_mesh" in vars(part) or hasattr(type(part), "_tp_made_of"):
+            raise PlanError(
+                f"{path or type(module).__name__} has been converted already, so it holds a rank's part.",
+                hint="Plan and convert the whole model.",
+            )
+
+
+def _caller(root: nn.Module, path: str) -> str:
+    """The innermost module from ``path`` up that is called: lists of modules are not."""
+    while path and isinstance(root.get_submodule(path), nn.ModuleList | nn.ModuleDict):
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _wraps(now: nn.Module | None, old: nn.Module) -> bool:
+    """Whether a module adds no parameters to another."""
+    return now is not None and any(m is old for m in now.modules()) and _ids(now) == _ids(old)
+
+
+def _ids(module: nn.Module) -> set[int]:
+    return {id(p) for p in module.parameters()}
