@@ -138,7 +138,8 @@ def parse_header(text: str, size: int | None, where: str) -> Header:
     end = 0
     for name, tensor in ordered.items():
         if tensor.start != end:
-            raise CheckpointError(f"{where}: the bytes of {one_line(name)} begin at {tensor.start}, not at {end}: damaged.")
+            begin = f"the bytes of {one_line(name)} begin at {tensor.start}, not at {end}"
+            raise CheckpointError(f"{where}: {begin}: damaged.")
         end = tensor.stop
     header = Header(text, ordered, metadata)
     if size is not None and header.size != size:
