@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from tpconvert.errors import PlanError
 from tpconvert.parallel.collectives import largest, summed
+from tpconvert.parallel.convert import planned_tensors
 from tpconvert.parallel.mesh import Mesh
 from tpconvert.spec.layout import Layout
 from tpconvert.spec.plan import Plan
@@ -47,13 +47,11 @@ def grad_norm(module: nn.Module, mesh: Mesh, plan: Plan, norm_type: float = 2.0)
     """The norm of the whole model's gradient, in float32 at least."""
     if not norm_type > 0:
         raise PlanError(f"norm_type is {norm_type}; it can be any number above 0, or inf.")
-    module = module.module if isinstance(module, DistributedDataParallel) else module
     layouts = plan.layouts()
     counted: list[Tensor] = []
     again: list[Tensor] = []
     widest = torch.float32  # the same on every rank, also on those that count nothing
-    for name, parameter in module.named_parameters():
-        name = name.replace("_orig_mod.", "")  # where a part was compiled by torch.compile(part)
+    for name, parameter in _parameters(module):
         if name not in layouts:
             raise PlanError(f"{name}: the plan has no verdict for it, so its gradient cannot be counted.")
         layout, grad = layouts[name], parameter.grad
@@ -67,6 +65,15 @@ def grad_norm(module: nn.Module, mesh: Mesh, plan: Plan, norm_type: float = 2.0)
     if norm_type == math.inf:
         return largest(power.to(widest), mesh)
     return summed(power.to(widest), mesh) ** (1 / norm_type)
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each once, by the first of its names."""
+    seen: set[int] = set()
+    for name, tensor in planned_tensors(module):
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
 
 
 def _counted_again(grad: Tensor, layout: Layout, mesh: Mesh, norm_type: float) -> Iterator[Tensor]:

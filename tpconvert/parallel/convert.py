@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tpconvert.errors import PlanError
 from tpconvert.parallel.boundaries import add_boundaries
@@ -26,6 +27,9 @@ from tpconvert.parallel.rewrite import rewritten_forward
 from tpconvert.spec.layout import Layout, local_size
 from tpconvert.spec.plan import Boundary, Edit, Plan, Verdict
 from tpconvert.spec.sliced import sliced_form
+
+WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What ``torch.compile(part)`` and torch's activation checkpointing put into the names of a part's tensors."""
 
 
 @torch.inference_mode(False)
@@ -105,6 +109,15 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every name of every parameter and buffer."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def planned_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The same by the names that a plan has for them, though the module or its parts be wrapped since."""
+    module = module.module if isinstance(module, DistributedDataParallel) else module
+    for name, tensor in named_tensors(module):
+        for inner in WRAPPED:
+            name = name.replace(inner, "")
+        yield name, tensor
 
 
 def check(module: nn.Module, plan: Plan, mesh: Mesh) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tpconvert.checkpoint import (
     NewFolder,
@@ -22,7 +23,7 @@ from tpconvert.checkpoint import (
 )
 from tpconvert.errors import CheckpointError
 from tpconvert.parallel import Mesh
-from tpconvert.parallel.convert import named_tensors
+from tpconvert.parallel.convert import planned_tensors
 from tpconvert.spec.manifest import Manifest
 from tpconvert.train.ranks import together
 
@@ -81,7 +82,15 @@ def _to_store(
     module: nn.Module, held: Manifest, groups: Mapping[str, Mapping[str, Tensor]]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """``(tensors in the dtypes of the source, groups)``."""
-    live = {name: tensor.detach() for name, tensor in named_tensors(module) if name in held.tensors}
+    live = {name: _whole(tensor) for name, tensor in planned_tensors(module) if name in held.tensors}
+    if missing := held.tensors.keys() - live.keys():
+        raise CheckpointError(f"{min(missing)}: the module has no parameter or buffer of that name to save.")
     stored = {name: live[name].to(getattr(torch, entry.dtype)) for name, entry in held.tensors.items()}
     masters = {name: tensor for name, tensor in live.items() if tensor.dtype != stored[name].dtype}
-    return stored, {g: dict(t) for g, t in groups.items()} | ({MASTER: masters} if masters else {})
+    given = {g: {name: _whole(tensor) for name, tensor in t.items()} for g, t in groups.items()}
+    return stored, given | ({MASTER: masters} if masters else {})
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of what this tp rank holds, of which FSDP may have left it a shard."""
+    return tensor.full_tensor() if isinstance(tensor := tensor.detach(), DTensor) else tensor
