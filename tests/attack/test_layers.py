@@ -49,6 +49,34 @@ class Squares(nn.Module):
         return self.o(q.reshape(*x.shape[:2], 24))
 
 
+class Involution(nn.Module):
+    """Kernels made of the image, one for a few channels, over windows of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.kernel, self.last = nn.Conv2d(3, 24, 1), nn.Conv2d(24, 54, 1), nn.Conv2d(24, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        b, c, h, w = x.shape
+        kernels = self.kernel(x).view(b, 6, 1, 9, h, w)
+        windows = F.unfold(x, 3, padding=1).view(b, 6, 4, 9, h, w)
+        return self.last((kernels * windows).sum(3).view(b, c, h, w))
+
+
+class Graph(nn.Module):
+    """Sums over the neighbours in a sparse matrix, which is asked for the dtype that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, FFN), nn.Linear(FFN, WIDTH)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        ones = torch.ones(edges.shape[1], dtype=x.dtype)
+        near = torch.sparse_coo_tensor(edges, ones, (len(x), len(x)), check_invariants=False).to(x.dtype)
+        return torch.sparse.mm(near, self.down(F.relu(torch.sparse.mm(near, self.up(x)))))
+
+
 class Mlp(nn.Module):
     """Two linears, with a buffer for what is between them."""
 
@@ -110,6 +138,8 @@ class Constrained(Mlp):
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], str, list[dict[str, Any]]]] = {
     "spatial gate": (SpatialGate, "down.weight", [{"x": noise(2, LENGTH, WIDTH)}, {"x": noise(3, LENGTH, WIDTH)}]),
     "squares": (Squares, "q.weight", [{"x": noise(2, 5, WIDTH)}, {"x": noise(3, 7, WIDTH)}]),
+    "involution": (Involution, "kernel.weight", [{"x": noise(2, 3, 8, 8)}, {"x": noise(3, 3, 6, 6)}]),
+    "graph": (Graph, "up.weight", [{"x": noise(5, WIDTH), "edges": torch.tensor([[0, 1, 2, 4], [1, 2, 3, 0]])}]),
     "rescaled": (Rescaled, "up.weight", [{"x": noise(2, 5, WIDTH)}, {"x": noise(3, 7, WIDTH)}]),
     "rescaled view": (RescaledView, "up.weight", [{"x": noise(2, 5, WIDTH)}]),
     "remembers": (Remembers, "", [{"x": noise(2, 5, WIDTH)}, {"x": noise(3, 7, WIDTH)}]),

@@ -158,5 +158,21 @@ def space() -> dict[str, list[Case]]:
         "fft_irfft": [case(lambda x: torch.fft.irfft(torch.view_as_complex(x)), (3, 5, 7, 2))],
         "fft_hfft": [case(lambda x: torch.fft.hfft(x, dim=1), Z)],
         "fft_ihfft": [case(lambda x: torch.fft.ihfft(x, dim=1).real, Z)],
+        "fft_fft2": [case(torch.fft.fft2, (2, 3, 5, 7)), case(lambda x: torch.fft.fft2(x, dim=(0, 2)).real, Z)],
+        "fft_ifft2": [case(lambda x: torch.fft.ifft2(x).real, Z)],
+        "fft_rfft2": [case(lambda x: torch.fft.rfft2(x, (4, 6)).real, Z)],
+        "fft_irfft2": [case(lambda x: torch.fft.irfft2(torch.view_as_complex(x), dim=(0, 1)), (3, 5, 7, 2))],
+        "fft_fftn": [case(lambda x: torch.fft.fftn(x).real, Z), case(lambda x: torch.fft.fftn(x, (4,)).real, Z)],
+        "fft_ifftn": [case(lambda x: torch.fft.ifftn(x, dim=1).real, Z)],
+        "fft_rfftn": [case(lambda x: torch.fft.rfftn(x, dim=(1, 2)).real, Z)],
+        "fft_irfftn": [case(lambda x: torch.fft.irfftn(x, s=(4, 6)), Z)],
+        "max_pool1d_with_indices": [case(lambda x: F.max_pool1d(x, 2, return_indices=True)[0], Z)],
+        "max_pool2d_with_indices": [case(lambda x: F.max_pool2d(x, 2, return_indices=True)[0], (2, 3, 5, 7))],
+        "max_pool3d_with_indices": [case(lambda x: F.max_pool3d(x, 2, return_indices=True)[0], (2, 3, 5, 7, 4))],
+        "max_unpool2d": [
+            case(lambda x, y: F.max_unpool2d(x, F.max_pool2d(y, 2, return_indices=True)[1], 2), (2, 3, 4), (2, 6, 8))
+        ],
+        "max_unpool3d": [case(lambda x: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2), (2, 3, 4, 6, 2))],
+        "_sparse_mm": [case(lambda x: torch.sparse.mm(torch.eye(3, 5, dtype=x.dtype).to_sparse(), x), Y)],
         "constant_pad_nd": [case(lambda x: torch.constant_pad_nd(x, (1, 2), 0.0), Z)],
     }

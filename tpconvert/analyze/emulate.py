@@ -344,6 +344,7 @@ def relative(value: torch.Tensor, want: torch.Tensor, whole: torch.Tensor, floor
     """
     if value.shape != want.shape:
         return float("inf")
+    value, want, whole = (t.to_dense() if t.layout is torch.sparse_coo else t for t in (value, want, whole))
     if not value.numel():
         return 0.0
     if not value.is_floating_point() and not value.is_complex():

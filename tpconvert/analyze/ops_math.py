@@ -295,6 +295,9 @@ def pooling(ax: Axes, node: fx.Node, a: Bound) -> Any:
     space = next((int(c) for c in node.meta["op"] if c.isdigit()), len(dims) - 2)
     carried = len(dims) - space
     ax.block(dims[carried:], node, f"{node.meta['op']} over space")
+    if isinstance(a.get("index"), fx.Node):  # places within each channel
+        for mine, theirs in zip(dims, ax.of(a["index"]), strict=True):
+            ax.unify(mine, theirs, node)
     out = fresh_dims(node)
     many = bool(out) and isinstance(out[0], list)
     new = [[*dims[:carried], *o[carried:]] for o in (out if many else [out])]

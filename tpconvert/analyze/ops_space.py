@@ -60,15 +60,24 @@ def grid_sampler(ax: Axes, node: fx.Node, a: Bound) -> Dims:
 
 
 def resized(ax: Axes, node: fx.Node, a: Bound) -> Dims:
-    """diff and Fourier transforms: one dim is needed whole and may come out in another size."""
+    """diff and Fourier transforms: dims that are needed whole and may come out in another size."""
     dims = list(ax.of(a["input"]))
-    dim = a.get("dim", -1) % len(dims)
-    ax.block(dims[dim], node, f"{node.meta['op']} runs along this dim")
     for extra in ("prepend", "append"):
         if isinstance(a.get(extra), fx.Node):
             raise ValueError(f"with {extra}")
-    dims[dim] = V(node.meta["shape"][dim])
+    for dim in _transformed(node.meta["op"], a, len(dims)):
+        ax.block(dims[dim], node, f"{node.meta['op']} runs along this dim")
+        dims[dim] = V(node.meta["shape"][dim])
     return dims
+
+
+def _transformed(op: str, a: Bound, rank: int) -> list[int]:
+    """The dims a transform runs along: one; the last two of ``fft2``; of ``fftn`` all, or the last that have sizes."""
+    dim, sizes = a.get("dim"), a.get("n", a.get("s"))
+    if dim is None:
+        count = 2 if op.endswith("2") else 1 if not op.endswith("fftn") else len(sizes) if sizes else rank
+        dim = range(-count, 0)
+    return [d % rank for d in ([dim] if isinstance(dim, int) else dim)]
 
 
 def tensordot(ax: Axes, node: fx.Node, a: Bound) -> Dims:

@@ -347,7 +347,9 @@ def fresh(out: Any, args: Any, kwargs: Any) -> Any:
     given = {id(t) for t in tensors_in((args, kwargs))}
     if isinstance(out, torch.Tensor):
         with torch._C.DisableTorchFunction():
-            return torch.ops.aten.alias.default(out) if id(out) in given else out
+            if id(out) not in given:
+                return out
+            return torch.ops.aten.alias.default(out) if out.layout is torch.strided else out.clone()  # has no views
     if type(out) in (tuple, list) and any(id(t) in given for t in tensors_in(out)):
         return type(out)(fresh(o, args, kwargs) for o in out)
     return out

@@ -372,6 +372,8 @@ def _target(node: fx.Node) -> str:
     name = resolve_name(node.target) or ""  # type: ignore[arg-type]
     if not name.startswith("torch."):
         name = f"torch.nn.functional.{op}" if hasattr(F, op) else f"torch.{op}" if hasattr(torch, op) else ""
+    if not name and getattr(node.target, "__module__", "") == "torch._C._nn" and hasattr(torch.ops.aten, op):
+        name = f"torch.ops.aten.{op}"  # kernels of torch that it lists by no other name
     if not name:
         raise UnsupportedError(f"its forward calls {op}, which is no op of torch")
     return name
