@@ -72,6 +72,25 @@ def test_activation_checkpointing_gives_the_same_gradients(run_ranks, name, way)
     run_ranks(used, 2, name, way)
 
 
+def forward_alone(mesh, name):
+    whole, make_plan, inputs = built(name)
+    model = parallelize(copy.deepcopy(whole), make_plan(whole, mesh.degree), mesh)
+    for one in (model, copy.deepcopy(model)):
+        for m in (whole, one):
+            m.zero_grad()
+            first_of(m.forward(**inputs)).square().sum().backward()
+        parameters = dict(one.named_parameters())
+        for key, p in whole.named_parameters():
+            plan = make_plan(whole, mesh.degree)
+            assert_equal(whole_of(key, parameters[key].grad, plan, mesh), p.grad, f"gradient of {key}")
+    assert isinstance(model, type(whole)) and type(model).__name__ == type(whole).__name__
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_forward_without_a_call_makes_the_collectives_too(run_ranks, name):
+    run_ranks(forward_alone, 2, name)
+
+
 def over_dp(mesh, name, wrapped):
     """Both dp ranks see the same data, so the mean of their gradients is the whole model's gradient."""
     whole, make_plan, inputs = built(name)

@@ -25,6 +25,7 @@ from tpconvert.parallel.collectives import (
     single,
 )
 from tpconvert.parallel.mesh import Mesh
+from tpconvert.parallel.reads import become
 from tpconvert.parallel.slots import Slot, input_slots, output_slots, replaced_input, replaced_output
 from tpconvert.spec.plan import Boundary
 
@@ -151,6 +152,28 @@ class AtOutput:
         return output
 
 
+@dataclass(eq=False)
+class Direct:
+    """Forward of a root with boundaries: asked for by itself, it is a call, since the collectives are hooks of that."""
+
+    inner: Callable[..., Any] | None
+    """The forward that the plan gives the root, where it gives one."""
+    called: bool = False
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Hook: a call begins."""
+        self.called = True
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the root returns."""
+        if not self.called:
+            return module(*args, **kwargs)
+        self.called = False
+        if self.inner is not None:
+            return self.inner(module, args, kwargs)
+        return module._tp_base.forward(module, *args, **kwargs)
+
+
 def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) -> None:
     """Hook each boundary to its module: inside the user's output hooks, after the user's input hooks."""
     of_module: dict[str, list[Crossing]] = {}
@@ -174,6 +197,10 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) 
             module.register_forward_pre_hook(AtInput(selection, at_input), with_kwargs=True)
         if at_output := tuple(c for c in crossings if c.boundary.side == "output"):
             module.register_forward_hook(AtOutput(selection, at_output), prepend=True)
+    if "" in of_module:
+        direct = Direct(vars(root).get("_tp_forward"))
+        become(root, forward=direct)
+        root.register_forward_pre_hook(direct.enter)
     if calls.planned:
         root.register_forward_pre_hook(calls.begin, prepend=True)
         root.register_forward_hook(calls.end, always_call=True)

@@ -91,7 +91,7 @@ def derived(
             return self._tp_forward(self, args, kwargs)
 
         body["forward"] = forward
-    body |= {"_tp_made_of": (user, layer, names, rewritten), "__reduce_ex__": reduce_ex}
+    body |= {"_tp_made_of": (user, layer, names, rewritten), "_tp_base": bases[0], "__reduce_ex__": reduce_ex}
     body |= {"__module__": bases[0].__module__, "__qualname__": bases[0].__qualname__}
     return type(user)(bases[0].__name__, bases, body)
 
