@@ -33,7 +33,7 @@ from tpconvert.parallel.kept import refuse_converted
 from tpconvert.planning.held import hold
 from tpconvert.planning.proof import Fault, prove_shapes
 from tpconvert.planning.reproduce import NotHeldError
-from tpconvert.planning.slices import with_slices
+from tpconvert.planning.slices import sliced_once, with_slices
 from tpconvert.planning.training import Training
 from tpconvert.spec.plan import Plan, Slices
 
@@ -104,6 +104,8 @@ class Planning:
                 self.give_up(draft.forbidden, choice)
                 continue
             plan = replace(draft.plan, source=self.source)
+            if (both := self.in_both_forms(plan, planner, choice)) is not None:
+                return both
             faults = prove_shapes(self.module, self.inputs, self.trace, choice, plan)
             if not faults and (held := self.held_in_training(plan, planner, choice)) is not None:
                 return self.with_slices(held, planner, choice)
@@ -137,6 +139,17 @@ class Planning:
             dict.fromkeys(atoms, f"{where} takes another path in training, where this does not hold: {why}"), choice
         )
         return None
+
+    def in_both_forms(self, plan: Plan, planner: Planner, choice: Choice) -> Plan | None:
+        """The plan with its sliced form, where that holds at once; None where the two have to be proved one by one.
+
+        Both forms compute the same between a gather and the next sum, where shapes can be wrong; the sliced one is
+        held to more in between.  So one proof is enough for most models.
+        """
+        if not choice.chosen or self.tp == 1 or self.training.other is None or self.training.elsewhere():
+            return None
+        found, _ = sliced_once(self.module, self.inputs, self.trace, choice, planner, plan, self.training)
+        return found
 
     def with_slices(self, plan: Plan, planner: Planner, choice: Choice) -> Plan:
         """The plan with its sliced form."""

@@ -26,22 +26,40 @@ def with_slices(
     """
     whole: frozenset[str] = frozenset()
     while True:
-        flow, why = slice_flow(choice.flow, whole)
-        if flow is None:
-            return replace(plan, slices=Slices(why))
-        sliced, refused = planner.sliced(flow, training)
-        candidate = with_sliced_form(plan, sliced, flow.sliced_inputs, tuple(sorted(whole)))
-        faults = dict(refused)
-        if not faults:
-            found = prove_shapes(module, inputs, trace, replace(choice, flow=flow), candidate)
-            faults = {f.module: f.why for f in found}
-        if not faults:
-            return candidate
-        blamed = {_outer(path, whole) for path in faults}
-        if blamed == {None}:
+        found, faults = sliced_once(module, inputs, trace, choice, planner, plan, training, whole)
+        if found is not None:
+            return found
+        blamed = {_outer(path, whole) for path in faults if path is not None} - {None}
+        if not blamed:
             path, why = next(iter(faults.items()))
-            return replace(plan, slices=Slices(f"{path or 'the model'}: {why}"))
+            return replace(plan, slices=Slices(why if path is None else f"{path or 'the model'}: {why}"))
         whole |= {path for path in blamed if path is not None}
+
+
+def sliced_once(
+    module: nn.Module,
+    inputs: Inputs,
+    trace: Trace,
+    choice: Choice,
+    planner: Planner,
+    plan: Plan,
+    training: Any,
+    whole: frozenset[str] = frozenset(),
+) -> tuple[Plan | None, dict[str | None, str]]:
+    """``plan`` with its sliced form, in which the modules in ``whole`` see whole values; or what is wrong, by module.
+
+    What is wrong with the model altogether stands under None.
+    """
+    flow, why = slice_flow(choice.flow, whole)
+    if flow is None:
+        return None, {None: why}
+    sliced, refused = planner.sliced(flow, training)
+    candidate = with_sliced_form(plan, sliced, flow.sliced_inputs, tuple(sorted(whole)))
+    faults: dict[str | None, str] = dict(refused)
+    if not faults:
+        found = prove_shapes(module, inputs, trace, replace(choice, flow=flow), candidate)
+        faults = {f.module: f.why for f in found}
+    return (None, faults) if faults else (candidate, {})
 
 
 def _outer(path: str, whole: frozenset[str]) -> str | None:
