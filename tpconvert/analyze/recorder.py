@@ -344,13 +344,15 @@ def fresh(out: Any, args: Any, kwargs: Any) -> Any:
 
     Otherwise the argument itself would seem to have passed through the op.
     """
-    given = {id(t) for t in tensors_in((args, kwargs))}
     if isinstance(out, torch.Tensor):
+        if not any(t is out for t in tensors_in((args, kwargs))):
+            return out
         with torch._C.DisableTorchFunction():
-            if id(out) not in given:
-                return out
             return torch.ops.aten.alias.default(out) if out.layout is torch.strided else out.clone()  # has no views
-    if type(out) in (tuple, list) and any(id(t) in given for t in tensors_in(out)):
+    if type(out) not in (tuple, list):
+        return out
+    given = {id(t) for t in tensors_in((args, kwargs))}
+    if any(id(t) in given for t in tensors_in(out)):
         return type(out)(fresh(o, args, kwargs) for o in out)
     return out
 

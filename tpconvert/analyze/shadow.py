@@ -112,6 +112,8 @@ class Shadow:
                 recorder.alive.append(meta)
             return meta
 
+        if all(t.is_meta for t in tensors_below(tree)):
+            return tree
         return _map(up, tree)
 
     def execute(self, recorder: Any, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,9 +58,24 @@ def make_plan(
     Raises PlanError where nothing can be planned, RuleError for an override or rule that is wrong or matches
     nothing, SourceError where the forward fails.
     """
-    with torch.inference_mode(False), torch.enable_grad():  # where gradients are summed is found by differentiating
+    with collector_paused(), torch.inference_mode(False), torch.enable_grad():  # gradients tell where sums are
         given = map_tensors(lambda x: x.clone() if x.is_inference() else x, inputs)
         return Planning(module, given, tp, overrides, [Path(r) for r in rules], dict(source or {})).run()
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No cyclic garbage collection: planning makes some hundred thousand objects that all live until it is done.
+
+    The collector would look at them again and again, which costs a fifth of the time.
+    """
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 class Planning:

@@ -55,10 +55,11 @@ def sliced_once(
         return None, {None: why}
     sliced, refused = planner.sliced(flow, training)
     candidate = with_sliced_form(plan, sliced, flow.sliced_inputs, tuple(sorted(whole)))
-    faults: dict[str | None, str] = dict(refused)
+    faults: dict[str | None, str] = {}
+    faults |= refused
     if not faults:
         found = prove_shapes(module, inputs, trace, replace(choice, flow=flow), candidate)
-        faults = {f.module: f.why for f in found}
+        faults |= {f.module: f.why for f in found}
     return (None, faults) if faults else (candidate, {})
 
 
