@@ -139,7 +139,7 @@ def add_switches(root: nn.Module, switches: Iterable[Switch], mesh: Mesh) -> Non
         if sides in ({"input": True, "output": False}, {"input": False, "output": True}):
             within = Within(mesh, sides["input"])
             module.register_forward_pre_hook(within.enter, prepend=True)
-            module.register_forward_hook(within.leave, always_call=True)
+            module.register_forward_hook(within.leave)
             continue
         if "input" in sides:
             module.register_forward_pre_hook(Turn(mesh, sides["input"]), prepend=True)
