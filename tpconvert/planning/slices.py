@@ -55,8 +55,7 @@ def sliced_once(
         return None, {None: why}
     sliced, refused = planner.sliced(flow, training)
     candidate = with_sliced_form(plan, sliced, flow.sliced_inputs, tuple(sorted(whole)))
-    faults: dict[str | None, str] = {}
-    faults |= refused
+    faults: dict[str | None, str] = dict(refused.items())
     if not faults:
         found = prove_shapes(module, inputs, trace, replace(choice, flow=flow), candidate)
         faults |= {f.module: f.why for f in found}
