@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -113,11 +114,12 @@ def load(here: Path, options: argparse.Namespace) -> None:
     file = here / "shards" / f"rank-00000-of-{options.tp:05d}" / "model.safetensors"
     print(f"rank 0 of {options.tp}, {file.stat().st_size / MIB:.0f} MiB, to {options.device}, every byte touched")
     print("                 warm cache, s     bytes read from a cold cache / bytes of the rank")
+    run = partial(child, here=here, plan=plan, tp=options.tp, forced=False, device=options.device)
+    rounds = [{what: run(what)["seconds"] for what in ("load_file", "load_rank")} for _ in range(5)]
     for what in ("load_file", "load_rank"):
-        warm = min(child(what, here, plan, options.tp, False, device=options.device)["seconds"] for _ in range(5))
         drop_cache(here / "shards")
-        cold = child(what, here, plan, options.tp, False, device=options.device)["read"] / file.stat().st_size
-        print(f"{what:14} {warm:14.3f} {cold:20.3f}", flush=True)
+        cold = run(what)["read"] / file.stat().st_size
+        print(f"{what:14} {min(seen[what] for seen in rounds):14.3f} {cold:20.3f}", flush=True)
 
 
 def plan_memory(here: Path, options: argparse.Namespace) -> None:

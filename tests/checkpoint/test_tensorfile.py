@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save, save_file
 from tests.checkpoint.frame import menagerie
 from tpconvert.checkpoint.header import DTYPES, make_header, parse_header, read_header
 from tpconvert.checkpoint.pieces import same_bytes
-from tpconvert.checkpoint.tensorfile import TensorFile, TensorFileWriter, hash_file, load_pickle
+from tpconvert.checkpoint.tensorfile import Buffers, TensorFile, TensorFileWriter, flat_bytes, hash_file, load_pickle
 from tpconvert.errors import CheckpointError
 
 
@@ -152,3 +152,19 @@ def test_a_pickle_of_something_else_is_refused(tmp_path):
     torch.save([1, 2], tmp_path / "f.bin")
     with pytest.raises(CheckpointError, match="not a dict of tensors"):
         load_pickle(tmp_path / "f.bin")
+
+
+def test_memory_is_used_again_only_when_nothing_refers_to_it():
+    buffers = Buffers()
+    first = buffers.take(8000)
+    at, view = first.data_ptr(), flat_bytes(first.view(torch.int32)[5:])
+    del first
+    assert buffers.take(8000).data_ptr() != at
+    del view
+    assert at in {tensor.data_ptr() for tensor in [buffers.take(7000) for _ in range(3)]}
+
+
+def test_what_lies_apart_is_packed():
+    whole = torch.arange(10_000).reshape(100, 100)
+    packed = Buffers().packed(whole[:, 10:90])
+    assert packed.is_contiguous() and torch.equal(packed, whole[:, 10:90])

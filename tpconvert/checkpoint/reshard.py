@@ -34,7 +34,7 @@ from tpconvert.checkpoint.header import dtype_name, make_header, parse_header
 from tpconvert.checkpoint.pieces import first_holders
 from tpconvert.checkpoint.pipe import Progress
 from tpconvert.checkpoint.store import INDEX, inside
-from tpconvert.checkpoint.tensorfile import TensorFile, hash_file
+from tpconvert.checkpoint.tensorfile import Buffers, TensorFile, hash_file
 from tpconvert.checkpoint.weights import Weights, tie
 from tpconvert.checkpoint.write import (
     MAX_FILE,
@@ -254,9 +254,9 @@ class Pieces:
         stored = self._file(key).header.tensors[key.rpartition(_AT)[2]]
         return stored.shape, stored.dtype
 
-    def box(self, key: str, box: Box) -> Tensor:
+    def box(self, key: str, box: Box, buffers: Buffers | None = None) -> Tensor:
         """The elements of a box."""
-        return self._file(key).read(key.rpartition(_AT)[2], box)
+        return self._file(key).read(key.rpartition(_AT)[2], box, buffers)
 
     def release(self) -> None:
         """Give back what is held for reading."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tpconvert.checkpoint.compose import Box, part_of
 from tpconvert.checkpoint.header import LONGEST_HEADER, make_header, no_duplicates
-from tpconvert.checkpoint.tensorfile import TensorFile, check_stamp, load_pickle, stamp
+from tpconvert.checkpoint.tensorfile import Buffers, TensorFile, check_stamp, load_pickle, stamp
 from tpconvert.errors import CheckpointError
 from tpconvert.spec import manifest
 from tpconvert.spec.manifest import OriginalFile, safe_path
@@ -79,10 +79,12 @@ class Store:
             return whole
         return whole.narrow(dim, start, (whole.shape[dim] if stop is None else stop) - start)
 
-    def box(self, name: str, box: Box) -> Tensor:
+    def box(self, name: str, box: Box, buffers: Buffers | None = None) -> Tensor:
         """The elements of a box on the CPU: read from its file, or a part of the tensor held."""
         held = self._held(name)
-        return held.read(name, box) if isinstance(held, TensorFile) else part_of(held[name].detach(), box).cpu()
+        return (
+            held.read(name, box, buffers) if isinstance(held, TensorFile) else part_of(held[name].detach(), box).cpu()
+        )
 
     def check_unchanged(self) -> None:
         """Raise if a file was written to or replaced since it was opened."""

@@ -9,11 +9,13 @@ import mmap
 import os
 import sys
 import warnings
+import weakref
 import zipfile
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ from tpconvert.checkpoint.header import Header, read_header
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.manifest import File
 
+LARGEST_BUFFER = 16 << 20
+"""Larger ones come fresh, so that what is kept for use again stays small."""
 START_EVERY = 64 << 20
 """Bytes after which the disk is told to begin."""
 _SYNC_FILE_RANGE_WRITE = 2
@@ -58,12 +62,12 @@ class TensorFile:
             raw = raw.clone()  # a header padded oddly by another writer
         return raw.view(stored.dtype).reshape(stored.shape)
 
-    def read(self, name: str, box: Box) -> Tensor:
+    def read(self, name: str, box: Box, buffers: Buffers | None = None) -> Tensor:
         """A box of a tensor, read into memory; best one run of elements, since all between its ends is read."""
         stored = self.header.tensors[name]
         around = run_around(stored.shape, box)
         start, stop = (n * stored.dtype.itemsize for n in flat_range(stored.shape, around))
-        into = torch.empty(stop - start, dtype=torch.uint8)
+        into = (buffers or Buffers()).take(stop - start)
         self._fill(into, self.header.data + stored.start + start)
         whole = into.view(stored.dtype).reshape([high - low for low, high in around])
         return whole if around == box else part_of(whole, box, around)
@@ -92,6 +96,32 @@ class TensorFile:
         except OSError as error:
             self.check_unchanged()
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}).") from None
+
+
+class Buffers:
+    """Memory that is used again once nothing refers to it: fresh pages cost as much as reading into them."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Any]] = {}
+
+    def take(self, size: int) -> Tensor:
+        """That many bytes of any value."""
+        if not 4096 <= size <= LARGEST_BUFFER:
+            return torch.empty(size, dtype=torch.uint8)
+        free = self._free.setdefault(1 << (size - 1).bit_length(), [])
+        try:
+            whole = free.pop()
+        except IndexError:
+            whole = numpy.empty(1 << (size - 1).bit_length(), dtype=numpy.uint8)
+        part = whole[:size]
+        weakref.finalize(part, free.append, whole).atexit = False  # a tensor of it, and each view, keeps it alive
+        return torch.from_numpy(part)
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """The same elements, lying together."""
+        if tensor.is_contiguous():
+            return tensor
+        return self.take(tensor.nbytes).view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
 
 
 class _Descriptor:

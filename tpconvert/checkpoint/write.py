@@ -19,7 +19,7 @@ from tpconvert.checkpoint.folder import write_text
 from tpconvert.checkpoint.header import Header, make_header, nbytes, sort_key
 from tpconvert.checkpoint.pipe import Meter, Outlet, Pipe, Progress
 from tpconvert.checkpoint.store import INDEX, write_index
-from tpconvert.checkpoint.tensorfile import TensorFileWriter, hash_file
+from tpconvert.checkpoint.tensorfile import Buffers, TensorFileWriter, hash_file
 from tpconvert.spec.manifest import File
 from tpconvert.spec.recipe import Recipe, Shape, takes
 
@@ -37,8 +37,8 @@ class Source(Protocol):
     def info(self, name: str) -> tuple[Shape, torch.dtype]:
         """Shape and dtype."""
 
-    def box(self, name: str, box: Box) -> Tensor:
-        """The elements of a box."""
+    def box(self, name: str, box: Box, buffers: Buffers | None = None) -> Tensor:
+        """The elements of a box, in memory taken from ``buffers``."""
 
     def release(self) -> None:
         """Give back what is held for reading."""
@@ -130,20 +130,21 @@ def _write_group(
     for target in targets:
         if not left[target.path]:
             outlet(target).end()
+    buffers = Buffers()
     for name, those in holders.items():
-        _write_tensor(name, those, source, [outlet(target) for target in those])
+        _write_tensor(name, those, Covers(source, buffers), [outlet(target) for target in those])
         for target in those:
             left[target.path] -= 1
             if not left[target.path]:
                 files[target.path].end()
 
 
-def _write_tensor(name: str, targets: Sequence[Target], source: Source, outlets: Sequence[Outlet]) -> None:
+def _write_tensor(name: str, targets: Sequence[Target], covers: Covers, outlets: Sequence[Outlet]) -> None:
     """Read one tensor run by run, and hand each file its part; what several files hold alike is read once."""
     recipes = [t.recipes[name] for t in targets]
     stored = targets[0].header.tensors[name].dtype
-    made = source.info(takes(recipes[0])[0].name)[1]
-    covers = Covers(source, sum(nbytes(r.shape, made) for r in recipes))
+    made = covers.source.info(takes(recipes[0])[0].name)[1]
+    covers.start(sum(nbytes(r.shape, made) for r in recipes))
     limit = min(max(ROUND // len(targets), RUN // 2), RUN)
     split = split_of([r.shape for r in recipes], made.itemsize, limit)
     for boxes in zip_longest(*(split.boxes(r.shape) for r in recipes)):
@@ -153,27 +154,34 @@ def _write_tensor(name: str, targets: Sequence[Target], source: Source, outlets:
                 continue
             key = id(recipe), box
             if key not in pieces:
-                pieces[key] = _cast(compose_read(recipe, box, covers.box), made, stored).contiguous()
+                pieces[key] = covers.buffers.packed(_cast(compose_read(recipe, box, covers.box), made, stored))
             outlet.put(pieces[key])
 
 
 class Covers:
     """Reads boxes; of one that lies scattered, all between its ends, which is kept for the others that lie there."""
 
-    def __init__(self, source: Source, size: int) -> None:
-        self._source = source
-        self._limit = max(size, LEAST_KEPT)
+    def __init__(self, source: Source, buffers: Buffers) -> None:
+        self.source = source
+        self.buffers = buffers
+        self._limit = 0
         self._kept: OrderedDict[tuple[str, Box], Tensor] = OrderedDict()
+        self._size = 0
+
+    def start(self, size: int) -> None:
+        """Forget what was kept, and keep up to ``size`` bytes or a few."""
+        self._limit = max(size, LEAST_KEPT)
+        self._kept.clear()
         self._size = 0
 
     def box(self, name: str, box: Box) -> Tensor:
         """The elements of a box, of a tensor that is read where it is stored."""
-        around = run_around(self._source.info(name)[0], box)
+        around = run_around(self.source.info(name)[0], box)
         if around == box:
-            return self._source.box(name, box)
+            return self.source.box(name, box, self.buffers)
         key = name, around
         if key not in self._kept:
-            self._kept[key] = self._source.box(name, around)
+            self._kept[key] = self.source.box(name, around, self.buffers)
             self._size += self._kept[key].nbytes
             while self._size > self._limit and len(self._kept) > 1:
                 self._size -= self._kept.popitem(last=False)[1].nbytes
