@@ -6,13 +6,16 @@ import re
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
 
+from tests.models import MODELS
 from tests.parallel.same import columns, plan_of, rows, train_alike
 from tpconvert.errors import PlanError
 from tpconvert.parallel import dry_mesh, parallelize
 from tpconvert.parallel.rewrite import resolve, rewritten_forward
+from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Boundary, Plan, Rewrite
 
 
@@ -192,3 +195,17 @@ def test_every_form_of_argument_is_understood():
     )
     assert out["c"].tolist() == [[-float("inf"), 1.0]] * 2 and out["c"].dtype == torch.float64
     assert out["z"][0].tolist() == [0, 0] and out["z"][1] == 1
+
+
+def test_layers_that_are_alike_compile_into_one_graph():
+    module, inputs = MODELS["nanogpt_literal"]()
+    plan = make_plan(module, inputs, tp=2)
+    assert [r.module for r in plan.rewrites] == ["h.0", "h.1"]
+    parallelize(module, plan, dry_mesh(0, 2, device="cpu"))
+    frames = torch._dynamo.testing.CompileCounter()
+    for layer in module.h:
+        layer.compile(backend=frames, fullgraph=True)
+    with torch.no_grad():
+        module(**inputs)
+    assert frames.frame_count == 1
+    assert [layer._tp_forward.signature.where for layer in module.h] == ["h.0", "h.1"]  # which errors name

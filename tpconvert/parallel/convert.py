@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
 from tpconvert.errors import PlanError
@@ -57,9 +58,10 @@ def parallelize(
         left_out = output_gathers(plan)
         boundaries = [b for b in boundaries if b not in left_out]
     boundaries = swap_classes(module, plan, boundaries, mesh, summed)
+    graphs: dict[str, GraphModule] = {}
     for rewrite in plan.rewrites:
         part_of_module = module.get_submodule(rewrite.module)
-        become(part_of_module, forward=rewritten_forward(part_of_module, rewrite, mesh))
+        become(part_of_module, forward=rewritten_forward(part_of_module, rewrite, mesh, graphs))
     add_boundaries(module, boundaries, mesh)
     add_switches(module, plan.switches, mesh)
     keep(module, plan)

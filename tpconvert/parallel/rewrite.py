@@ -26,6 +26,7 @@ input), ``{"float": "-inf"}``,
 
 from __future__ import annotations
 
+import json
 import operator
 import types
 from collections.abc import Callable, Mapping
@@ -81,9 +82,11 @@ NOT_OPERATORS = frozenset(("attrgetter", "itemgetter", "methodcaller", "call"))
 class RewrittenForward:
     """Stands in for ``forward``: checks that the call is of the recorded kind, then runs the graph."""
 
-    def __init__(self, signature: Signature, rewrite: Rewrite, mesh: Mesh) -> None:
+    def __init__(self, signature: Signature, rewrite: Rewrite, mesh: Mesh, graph: fx.GraphModule | None = None) -> None:
         self.signature, self.rewrite, self.mesh = signature, rewrite, mesh
-        self.graph = fx.GraphModule(nn.Module(), GraphBuilder(rewrite, mesh).build(signature), type(self).__name__)
+        if graph is None:
+            graph = fx.GraphModule(nn.Module(), GraphBuilder(rewrite, mesh).build(signature), type(self).__name__)
+        self.graph = graph
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module returns on this rank."""
@@ -98,9 +101,32 @@ class RewrittenForward:
         return self.graph.code
 
 
-def rewritten_forward(module: nn.Module, rewrite: Rewrite, mesh: Mesh) -> RewrittenForward:
-    """The forward that the plan gives ``module``, to be called with the module first."""
-    return RewrittenForward(Signature.of(module, rewrite), rewrite, mesh)
+def rewritten_forward(
+    module: nn.Module, rewrite: Rewrite, mesh: Mesh, graphs: dict[str, fx.GraphModule] | None = None
+) -> RewrittenForward:
+    """The forward that the plan gives ``module``, to be called with the module first.
+
+    ``graphs`` are those made before: layers that are alike share one, so that compiling them gives one too.
+    """
+    graphs = {} if graphs is None else graphs
+    alike = _but_for_names(rewrite)
+    made = RewrittenForward(Signature.of(module, rewrite), rewrite, mesh, graphs.get(alike))
+    graphs[alike] = made.graph
+    module.__dict__["_tp_where"] = rewrite.module
+    return made
+
+
+def _but_for_names(rewrite: Rewrite) -> str:
+    """What a rewrite does, its values numbered in order: layers name theirs as they came in the whole model's trace."""
+    number = {node["name"]: i for i, node in enumerate(rewrite.nodes)}
+
+    def plain(data: Any) -> Any:
+        if isinstance(data, Mapping):
+            named = ("$", "name")
+            return {k: number.get(v, v) if k in named and isinstance(v, str) else plain(v) for k, v in data.items()}
+        return [plain(item) for item in data] if isinstance(data, tuple | list) else data
+
+    return json.dumps([rewrite.signature, plain(rewrite.nodes), plain(rewrite.output)])
 
 
 class GraphBuilder:
@@ -137,7 +163,7 @@ class GraphBuilder:
             return self.call(resolve(target, self.rewrite.module), *args, **kwargs)
         if op == "check":
             found = self.call(resolve(target, self.rewrite.module), *args)
-            return self.call(expect, found, data["value"], self.rewrite.module, data["says"])
+            return self.call(expect, found, data["value"], self.module, data["says"])
         if op == "module":
             return self.call(call_child, self.module, target, *args, **kwargs)
         if op == "param":
