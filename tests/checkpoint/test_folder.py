@@ -142,6 +142,24 @@ def test_an_interrupt_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_manifest_is_there_whole_or_not_at_all(out, tmp_path, monkeypatch):
+    held, write = read_manifest(out), os.fsync
+
+    def stop(descriptor):
+        if "manifest" in Path(f"/proc/self/fd/{descriptor}").readlink().name:
+            raise KeyboardInterrupt
+        write(descriptor)
+
+    monkeypatch.setattr(os, "fsync", stop)
+    with NewFolder(tmp_path / "new") as new:
+        for rank in range(2):
+            write_rank(new.path, rank, 2, load_rank(out, rank))
+        with pytest.raises(KeyboardInterrupt):
+            finish(new, held, PLAN)
+        with pytest.raises(CheckpointError, match="half-written"):
+            read_manifest(new.path)
+
+
 def test_folders_that_are_not_ours_say_what_they_are(out, tmp_path):
     with pytest.raises(CheckpointError, match="none: no such folder"):
         read_manifest(tmp_path / "none")

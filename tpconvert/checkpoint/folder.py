@@ -269,6 +269,13 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def write_manifest(folder: Path, made: Manifest) -> None:
+    """Write the manifest, which is there whole or not at all."""
+    half = folder / f".{manifest.NAME}"
+    write_text(half, made.dumps())
+    half.rename(folder / manifest.NAME)
+
+
 def sync_folder(path: Path) -> None:
     """Force the names in a folder to the disk."""
     fd = os.open(path, os.O_RDONLY)

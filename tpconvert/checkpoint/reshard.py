@@ -28,6 +28,7 @@ from tpconvert.checkpoint.folder import (
     raise_fault,
     rank_folder,
     read_plan,
+    write_manifest,
     write_text,
 )
 from tpconvert.checkpoint.header import dtype_name, make_header, parse_header
@@ -309,7 +310,7 @@ def _write_indexes(folder: Path, targets: Sequence[Target]) -> dict[str, File]:
 def _finish(new: NewFolder, made: Manifest, plan: Plan, files: Mapping[str, File], beside: Iterable[str]) -> Manifest:
     write_text(new.path / PLAN, plan.dumps())
     made = replace(made, files=dict(files) | {path: hash_file(new.path / path) for path in (PLAN, *beside)})
-    write_text(new.path / manifest.NAME, made.dumps())
+    write_manifest(new.path, made)
     new.commit()
     return made
 

@@ -23,14 +23,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tpconvert.checkpoint.folder import EXTRA, PLAN, NewFolder, rank_folder, write_text
+from tpconvert.checkpoint.folder import EXTRA, PLAN, NewFolder, rank_folder, write_manifest, write_text
 from tpconvert.checkpoint.header import dtype_name
 from tpconvert.checkpoint.reshard import rank_metadata
 from tpconvert.checkpoint.store import Store
 from tpconvert.checkpoint.tensorfile import full_disk, hash_file
 from tpconvert.checkpoint.write import MAX_FILE, Target, copy_files, split_targets, write_index_file, write_targets
 from tpconvert.errors import CheckpointError
-from tpconvert.spec import manifest
 from tpconvert.spec.manifest import Entry, File, Manifest
 from tpconvert.spec.plan import Plan
 from tpconvert.spec.recipe import Take
@@ -91,7 +90,7 @@ def finish(new: NewFolder, held: Manifest, plan: Plan) -> Manifest:
         if path.is_file() and (name := path.relative_to(new.path).as_posix()) not in files:
             files[name] = hash_file(path)
     made = replace(held, files=files)
-    write_text(new.path / manifest.NAME, made.dumps())
+    write_manifest(new.path, made)
     new.commit()
     return made
 
