@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SECONDS, MEMORY = 60, 4 << 30
+SECONDS, MEMORY = 60, 6 << 30
 PATIENCE = 10
 """How many times longer than it computes a process may take, where others compute beside it."""
 RANKS_LIMIT = 40.0

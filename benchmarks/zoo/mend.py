@@ -18,6 +18,8 @@ from tpconvert.source.documented import entry, parts
 from tpconvert.source.inputs import Search
 from tpconvert.source.towers import KINDS
 
+ROTARY = 4
+"""What widths of heads are multiples of, where they can be."""
 FRAMES = 6
 """How many lines are looked at, the innermost first."""
 _GUESSES: tuple[tuple[str, Any], ...] = (
@@ -155,9 +157,11 @@ def divisible(config: Any) -> None:
         if heads is None or width is None:
             continue
         own = any(_count(part, n) for n in ("head_dim", "d_kv", "kv_channels", "attention_head_dim"))
-        if not own and _count(part, width) % _count(part, heads):
-            total = _count(part, width)
-            _set(part, heads, next(n for n in range(min(_count(part, heads), total), 0, -1) if total % n == 0))
+        total, many = _count(part, width), _count(part, heads)
+        if not own and total % (ROTARY * many):
+            # A rotary embedding of two dims takes the width of a head in quarters.
+            fit = [n for n in range(min(many, total), 0, -1) if total % n == 0]
+            _set(part, heads, next((n for n in fit if total // n % ROTARY == 0), fit[0]))
         few = _count(part, "num_key_value_heads")
         if few and _count(part, heads) % few:
             _set(part, "num_key_value_heads", next(n for n in range(few, 0, -1) if _count(part, heads) % n == 0))

@@ -165,6 +165,7 @@ def test_a_width_is_made_the_one_that_is_expected():
         ("expected input[2, 13, 6] to have 8 channels, but got 13 channels instead", (2, 8, 6)),
         ("normalized_shape=[9], expected input with shape [*, 9], but got input of size[2, 13, 6]", (2, 13, 9)),
         ("Calculated input size: (1). Kernel size can't be greater than actual input size", (2, 13, 4001)),
+        ("not enough values to unpack (expected 5, got 3)", (2, 1, 1, 13, 6)),
         ("something else", None),
     ],
 )
@@ -187,6 +188,25 @@ def test_text_becomes_as_long_as_what_it_meets():
     books, text = list(resized(given, text, lambda *dims: torch.zeros(2, *dims)))
     assert books["input_ids"].shape == (2, 13, 8)
     assert text["input_ids"].shape == text["attention_mask"].shape == (2, 8)
+
+
+class Seeing(Documented):
+    """Takes words alone, and images with places."""
+
+    main_input_name = "input_ids"
+
+    def forward(self, input_ids, pixel_values=None, places=None):
+        """
+        places (`torch.LongTensor` of shape `(batch_size, 1)`, *optional*):
+            Where.
+        """
+        if pixel_values is not None and places is None:
+            raise ValueError("`places` must be given with images")
+        return input_ids
+
+
+def test_words_alone_are_not_enough_where_images_were_nearly_taken():
+    assert example_inputs(Seeing(Config()), Config()).keys() == {"input_ids", "pixel_values", "places"}
 
 
 def test_an_input_of_which_nothing_is_known_is_told():

@@ -41,8 +41,8 @@ from tpconvert.source.towers import Tower, towers_of, with_towers
 __all__ = ["BATCH", "LENGTH", "OTHER_LENGTH", "example_inputs"]
 
 Given = dict[str, Any]
-TRIALS = 80
-"""Forwards that are tried before giving up."""
+TRIALS, MORE = 80, 16
+"""Forwards that are tried before giving up, and after some inputs were found that are not all there could be."""
 
 _WIDEST = 1000
 """Word ids are drawn below this."""
@@ -77,32 +77,37 @@ class Search:
         self.required = [n for n, a in self.arguments.items() if a.required]
         self.tried: set[Any] = set()
         self.refused: list[Refusal] = []
+        self.enough = TRIALS
 
     def run(self) -> Given:
         """The first inputs that run; those that came furthest if none do.
 
-        What was mended goes in the order of how far it came before.
+        What was mended goes in the order of how far it came before.  Inputs without some image or sound that was
+        refused are not the end of it: what was mended of the richer ones is tried first.
         """
         self._check_known()
         skeleton = copied(self.module).eval()
         reached = _counting(skeleton)
         later: list[tuple[int, Given]] = []
         starts = self.starts(skeleton)
-        while len(self.refused) < TRIALS:
-            given = next(starts, None)
+        found: Given | None = None
+        while len(self.refused) < (TRIALS if found is None else self.enough):
+            given = next(starts, None) if found is None else None
             if given is None:
+                later = [(far, new) for far, new in later if found is None or _media(new) > _media(found)]
                 if not later:
                     break
                 given = later.pop(max(range(len(later)), key=lambda i: (later[i][0], -i)))[1]
             reached.clear()
             error = fault(skeleton, given)
             if error is None:
-                return given
+                found, self.enough = given, min(TRIALS, len(self.refused) + MORE)
+                continue
             self.refused.append(Refusal(given, error, len(reached)))
             later += [(len(reached), new) for new in self.mended(given, error) if self._is_new(new)]
-        if not self.refused:
+        if found is None and not self.refused:
             raise self._unknown(self.main[0])
-        return max(self.refused, key=lambda refusal: refusal.reached).given
+        return found or max(self.refused, key=lambda refusal: refusal.reached).given
 
     def _is_new(self, given: Given) -> bool:
         key = tuple(sorted((name, _told(value)) for name, value in given.items()))
@@ -252,6 +257,10 @@ def _told(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.max().item() if value.numel() else 0}"
     return str(value)
+
+
+def _media(given: Given) -> set[str]:
+    return {name for name in given if name in SOUNDS or "pixel_values" in name}
 
 
 def _counting(module: nn.Module) -> list[None]:

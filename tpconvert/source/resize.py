@@ -45,6 +45,11 @@ def resized(given: Given, text: str, words: Callable[..., Tensor]) -> Iterator[G
         for name, value in _floats(given):
             if value.shape == shape:
                 yield given | {name: random(*shape[:-1], int(m[1]))}
+    if m := re.search(r"not enough values to unpack \(expected (\d+), got (\d+)\)", text):
+        for name, value in _floats(given):
+            if value.dim() == int(m[2]):
+                ones = [1] * (int(m[1]) - value.dim())
+                yield given | {name: random(value.shape[0], *ones, *value.shape[1:])}
     if "Kernel size can't be greater than actual input size" in text:
         for name, value in _floats(given):
             if value.shape[-1] < LONG:
