@@ -149,7 +149,11 @@ class TensorFileWriter:
         self._file: BinaryIO = path.open("xb", buffering=0)
         self._done = self._started = 0
         self.hash(memoryview(header.encoded))
-        self.put(memoryview(header.encoded))
+        try:
+            self.put(memoryview(header.encoded))
+        except BaseException:
+            self.abandon()  # nobody has the writer yet who could
+            raise
 
     def write(self, tensor: Tensor) -> int:
         """Append the bytes of a tensor, or of a run of its first dim; the number of bytes written."""

@@ -67,11 +67,14 @@ def grad_norm(module: nn.Module, mesh: Mesh, plan: Plan, norm_type: float = 2.0)
     return summed(power.to(widest), mesh) ** (1 / norm_type)
 
 
-def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Each once, by the first of its names."""
     seen: set[int] = set()
     for name, tensor in planned_tensors(module):
-        if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
+        is_parameter = isinstance(tensor, nn.Parameter) or (
+            tensor.requires_grad and tensor.is_leaf
+        )  # a script module's
+        if is_parameter and id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
 

@@ -287,9 +287,10 @@ def read(owner: Any, path: str) -> Any:
     return owner
 
 
-def expect(found: bool, wanted: bool, where: str, says: str) -> None:
+def expect(found: bool, wanted: bool, module: nn.Module, says: str) -> None:
     """Refuse a call that is not of the recorded kind."""
     if (not found) if wanted else found:  # torch.compile guards what is asked so
+        where = module._tp_where
         raise PlanError(
             f"{where or 'the root module'}: its forward was regenerated for calls where {says} is {wanted}; "
             f"here it is {not wanted}.",
