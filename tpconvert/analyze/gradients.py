@@ -151,7 +151,7 @@ def applied(recorder: Any, cls: Any, run: Any, args: Any) -> Any:
         out = run(*args)
     finally:
         recorder.hiding -= rule is not None
-    outs = list(tensors_in(out))
+    outs = tensors_in(out)
     if not outs:
         return out
     kwargs: dict[str, Any] = {}

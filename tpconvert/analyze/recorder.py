@@ -208,7 +208,7 @@ class Recorder(TorchFunctionMode):
             returned, out = out, fresh(out, args, kwargs)
             if self.shadow is not None:
                 self.shadow.renamed(returned, out)
-        outs = list(tensors_in(out))
+        outs = tensors_in(out)
         if outs or inplace:
             self.record(func, name, args, kwargs, out, outs, inplace)
         return out

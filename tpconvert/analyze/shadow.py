@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpconvert.analyze.entering import Alias
-from tpconvert.analyze.trees import map_tensors, tensors_below
+from tpconvert.analyze.trees import map_tensors, tensors_in
 
 LIMIT = 300_000
 """Entries of the largest tensor that is shadowed."""
@@ -112,7 +112,7 @@ class Shadow:
                 recorder.alive.append(meta)
             return meta
 
-        if all(t.is_meta for t in tensors_below(tree)):
+        if all(t.is_meta for t in tensors_in(tree)):
             return tree
         return _map(up, tree)
 
@@ -135,7 +135,7 @@ class Shadow:
 
     def draw(self, recorder: Any, name: str, args: Any, kwargs: Any) -> None:
         """Give unknown scores that something is chosen by (a router's) random values, the same ones each time."""
-        for tensor in tensors_below((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             if id(tensor) not in self.real and tensor.is_floating_point() and tensor.numel() <= LIMIT:
                 generator = torch.Generator().manual_seed(tensor.numel())
                 with torch._C.DisableTorchFunction():
@@ -147,7 +147,7 @@ class Shadow:
         """The op itself; a factory makes its tensor on meta."""
         if (name in FACTORIES and name != "from_numpy") or kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "meta"}
-        if any(t.dim() == 0 for t in tensors_below((args, kwargs))):
+        if any(t.dim() == 0 for t in tensors_in((args, kwargs))):
             with self.scalars:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -156,7 +156,7 @@ class Shadow:
         """The op on real values; None where an operand has none."""
         if name in SHAPED:
             func, args = getattr(torch.Tensor, SHAPED[name]), (args[0], args[1].shape)
-        found = list(tensors_below((args, kwargs)))
+        found = tensors_in((args, kwargs))
         if not found and name not in FACTORIES:
             return None
         if any(id(t) not in self.real for t in found):
@@ -182,7 +182,7 @@ class Shadow:
     def remember(self, out: Any, shadow: Any, name: str, args: Any) -> None:
         """Keep the shadow of a result; a tensor written to by what has no shadow loses its own."""
         if shadow is not None:
-            for meta, real in zip(tensors_below(out), tensors_below(shadow), strict=False):
+            for meta, real in zip(tensors_in(out), tensors_in(shadow), strict=False):
                 if meta.is_meta and meta.shape == real.shape and entries(real) <= LIMIT:
                     self.real[id(meta)] = real
                     self.alive.append(meta)
@@ -195,7 +195,7 @@ class Shadow:
 
     def renamed(self, old: Any, new: Any) -> None:
         """Let other tensor objects for the same values have the shadows of the first."""
-        for a, b in zip(tensors_below(old), tensors_below(new), strict=True):
+        for a, b in zip(tensors_in(old), tensors_in(new), strict=True):
             if a is not b and id(a) in self.real:
                 self.real[id(b)] = self.real[id(a)]
                 self.alive.append(b)
@@ -212,7 +212,7 @@ class Shadow:
         self, recorder: Any, func: Callable[..., Any], name: str, args: Any, kwargs: Any, shadow: Any
     ) -> Any:
         """A result for an op that meta cannot run: that of the shadows, or one of the largest possible shape."""
-        if any(t.dim() == 0 and id(t) in self.real for t in tensors_below((args, kwargs))):
+        if any(t.dim() == 0 and id(t) in self.real for t in tensors_in((args, kwargs))):
             plain = _map(
                 lambda t: (
                     self.real[id(t)].item()
@@ -244,7 +244,7 @@ class Shadow:
 
     def guess(self, recorder: Any, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """The fixed answer to a question about values that are not known: yes, or one."""
-        tensor = next(iter(tensors_below((args, kwargs))), None)
+        tensor = next(iter(tensors_in((args, kwargs))), None)
         if tensor is None or not tensor.is_meta:
             return func(*args, **kwargs)
         self.note(
@@ -290,7 +290,7 @@ def entries(tensor: torch.Tensor) -> int:
 
 def differentiable(out: Any, operands: Any) -> Any:
     """Results made up in place of an op's, differentiable where the op's would be."""
-    given = list(tensors_below(operands))
+    given = tensors_in(operands)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
         return out
 

@@ -140,22 +140,11 @@ class Hosts:
             made = node.meta["call"]
             if made is not None and made.inside(call):
                 continue
-            call = self.innermost(node, call, inside)
             deeper = [c for c in self.inputs[node] if c.inside(call) and all(u.meta["call"].inside(c) for u in inside)]
             inner = deeper[-1]
             found.append((Host(inner, "input", tuple(s for s, n in inner.inputs.items() if n is node)), inside))
             left -= inside
         return found, left
-
-    def innermost(self, node: fx.Node, call: Call, users: set[fx.Node]) -> Call:
-        """The innermost call within ``call`` that ``node`` enters and that holds the same of its consumers.
-
-        What else the calls around it do with the value, another time, is then none of the collective's business.
-        """
-        for inner in self.inputs[node]:
-            if inner.inside(call) and all(u.meta["call"].inside(inner) for u in users):
-                call = inner
-        return call
 
 
 def involved(flow: Flow, node: fx.Node) -> set[Term]:

@@ -82,43 +82,25 @@ def floats_as(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
-def tensors_below(tree: Any) -> list[torch.Tensor]:
-    """The tensors in an op's arguments, those in slices too."""
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of :func:`tensor_slots` without their slots, those in slices too."""
     found: list[torch.Tensor] = []
     _gather(tree, found)
     return found
 
 
 def _gather(tree: Any, found: list[torch.Tensor]) -> None:
-    """Put the tensors below ``tree`` into ``found``: no generator, since this runs several times for each op."""
+    """Put the tensors in ``tree`` into ``found``: no generator, since this runs several times for each op."""
     if isinstance(tree, torch.Tensor):
         found.append(tree)
     elif isinstance(tree, tuple | list):
         for item in tree:
-            _gather(item, found)
-    elif isinstance(tree, dict):
-        for item in tree.values():
             _gather(item, found)
     elif isinstance(tree, slice):
         _gather((tree.start, tree.stop, tree.step), found)
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors of :func:`tensor_slots`, without their slots."""
-    found: list[torch.Tensor] = []
-    _gather_held(tree, found)
-    return found
-
-
-def _gather_held(tree: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(tree, torch.Tensor):
-        found.append(tree)
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            _gather_held(item, found)
     elif not isinstance(tree, LEAVES):
         for _, value in children(tree):
-            _gather_held(value, found)
+            _gather(value, found)
 
 
 class Held(str):

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._C._functorch import maybe_current_level
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpconvert.analyze.trees import tensors_below
+from tpconvert.analyze.trees import tensors_in
 
 WHY = "its value is computed by code that torch functions do not show (a script function, torch.vmap, C++)"
 
@@ -57,7 +57,7 @@ class Below(TorchDispatchMode):
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any, sources: Sources) -> None:
         """Keep the sources of an op's results, and of what it writes to."""
-        results = list(tensors_below(out))
+        results = tensors_in(out)
         for tensor in results:
             self.keep(tensor, sources)
         if func._schema.is_mutable:
@@ -65,7 +65,7 @@ class Below(TorchDispatchMode):
             written = [v for a, v in named if a.alias_info is not None and a.alias_info.is_write]
             written += [v for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
                         for v in [kwargs.get(a.name)]]  # fmt: skip
-            for tensor in tensors_below(written):
+            for tensor in tensors_in(written):
                 self.wrote(tensor, sources)
         elif not results:
             self.recorder.read |= set(sources)  # a number, which decides we know not what
@@ -90,7 +90,7 @@ class Below(TorchDispatchMode):
 
     def of_all(self, tree: Any) -> Sources:
         """The sources of all tensors in arguments."""
-        return {n: None for tensor in tensors_below(tree) for n in self.of(tensor)}
+        return {n: None for tensor in tensors_in(tree) for n in self.of(tensor)}
 
     def of(self, tensor: torch.Tensor) -> Sources:
         """A recorded tensor itself, or what a tensor was computed from as far as that was noted."""

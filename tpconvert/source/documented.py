@@ -34,7 +34,6 @@ _ALIASES = {
     "latent_dim": ("vae_dim", "hidden_size"),
     "max_num_images": ("num_images",),
     "max_image_tiles": ("max_num_tiles",),
-    "max_num_tiles": ("max_num_tiles",),
 }
 
 

@@ -19,7 +19,6 @@ Given = dict[str, Any]
 
 IMAGES, VIDEOS = "pixel_values", "pixel_values_videos"
 SOUNDS = ("input_features", "input_values", "audio_mel")
-GRIDS = ("grid_thw", "image_grid_thw", "video_grid_thw", "image_grid_hw")
 PLACES = ("image_position_ids", "pixel_position_ids", "video_position_ids")
 _BINS = ("num_mel_bins", "input_feat_per_channel", "input_feat_size", "feature_size", "n_mels", "num_mels")
 
