@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import nn
 
+UNNAMED = frozenset(["locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe", "stack"])
+"""Ways to a variable that do not name it."""
+
 
 @contextmanager
 def standing_inside(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
@@ -45,7 +48,7 @@ def sees_outputs(module: nn.Module) -> bool:
 def _looks_at_inputs(hook: Any) -> bool:
     """Whether an output hook may look at its second argument: a plain function that never names it does not."""
     code = getattr(hook, "__code__", None) if inspect.isfunction(hook) else None
-    if code is None or code.co_argcount < 3 or "locals" in code.co_names:
+    if code is None or code.co_argcount < 3 or not UNNAMED.isdisjoint(code.co_names):
         return True
     name = code.co_varnames[1]
     named = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in dis.get_instructions(code))
