@@ -126,6 +126,11 @@ MODELS = {  # name -> (what builds it, parameters that are cut, parameters that 
     ),
     "tied by a parametrization": (Tied, {"words.weight", "mlp.up.weight"}, set()),
     "a compiled part": (lambda: Around(scripted), {"mlp.up.weight"}, {"part.weight"}),
+    "a part of torch.compile": (
+        lambda: Around(lambda: torch.compile(Mlp(), backend="eager")),
+        {"part._orig_mod.up.weight", "mlp.up.weight"},
+        set(),
+    ),
     "a part in bfloat16": (
         lambda: Around(lambda: Mlp().bfloat16(), lambda x: x.bfloat16(), lambda y: y.float()),
         {"part.up.weight", "mlp.up.weight"},

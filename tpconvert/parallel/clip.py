@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tpconvert.errors import PlanError
 from tpconvert.parallel.collectives import largest, summed
-from tpconvert.parallel.convert import planned_tensors
+from tpconvert.parallel.convert import is_parameter, planned_tensors
 from tpconvert.parallel.mesh import Mesh
 from tpconvert.spec.layout import Layout
 from tpconvert.spec.plan import Plan
@@ -51,7 +51,7 @@ def grad_norm(module: nn.Module, mesh: Mesh, plan: Plan, norm_type: float = 2.0)
     counted: list[Tensor] = []
     again: list[Tensor] = []
     widest = torch.float32  # the same on every rank, also on those that count nothing
-    for name, parameter in _parameters(module):
+    for name, parameter in _parameters(module, layouts):
         if name not in layouts:
             raise PlanError(f"{name}: the plan has no verdict for it, so its gradient cannot be counted.")
         layout, grad = layouts[name], parameter.grad
@@ -67,14 +67,11 @@ def grad_norm(module: nn.Module, mesh: Mesh, plan: Plan, norm_type: float = 2.0)
     return summed(power.to(widest), mesh) ** (1 / norm_type)
 
 
-def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _parameters(module: nn.Module, known: Container[str]) -> Iterator[tuple[str, Tensor]]:
     """Each once, by the first of its names."""
     seen: set[int] = set()
-    for name, tensor in planned_tensors(module):
-        is_parameter = isinstance(tensor, nn.Parameter) or (
-            tensor.requires_grad and tensor.is_leaf
-        )  # a script module's
-        if is_parameter and id(tensor) not in seen:
+    for name, tensor in planned_tensors(module, known):
+        if is_parameter(tensor) and id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,13 +113,19 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def planned_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The same by the names that a plan has for them, though the module or its parts be wrapped since."""
+def planned_tensors(module: nn.Module, known: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    """The same by the names ``known`` to a plan, though the module or its parts be wrapped since."""
     module = module.module if isinstance(module, DistributedDataParallel) else module
     for name, tensor in named_tensors(module):
-        for inner in WRAPPED:
-            name = name.replace(inner, "")
+        if name not in known:  # a part that was wrapped before it was planned is known by the longer name
+            for inner in WRAPPED:
+                name = name.replace(inner, "")
         yield name, tensor
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter rather than a buffer; those of a script module are of no class of their own."""
+    return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
 
 
 def check(module: nn.Module, plan: Plan, mesh: Mesh) -> None:

@@ -82,7 +82,7 @@ def _to_store(
     module: nn.Module, held: Manifest, groups: Mapping[str, Mapping[str, Tensor]]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """``(tensors in the dtypes of the source, groups)``."""
-    live = {name: _whole(tensor) for name, tensor in planned_tensors(module) if name in held.tensors}
+    live = {name: _whole(tensor) for name, tensor in planned_tensors(module, held.tensors) if name in held.tensors}
     if missing := held.tensors.keys() - live.keys():
         raise CheckpointError(f"{min(missing)}: the module has no parameter or buffer of that name to save.")
     stored = {name: live[name].to(getattr(torch, entry.dtype)) for name, entry in held.tensors.items()}

@@ -31,7 +31,7 @@ from tpconvert.checkpoint import (
 )
 from tpconvert.errors import CheckpointError, ConfigError
 from tpconvert.parallel import Mesh
-from tpconvert.parallel.convert import planned_tensors
+from tpconvert.parallel.convert import is_parameter, planned_tensors
 from tpconvert.spec.manifest import NAME, Manifest
 from tpconvert.spec.plan import Plan
 from tpconvert.train.config import Config
@@ -165,7 +165,7 @@ def save_step(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, ste
 
 def stored_parameters(module: nn.Module, held: Manifest) -> dict[str, nn.Parameter]:
     """The parameters by the names they are stored under, each once."""
-    return {n: p for n, p in planned_tensors(module) if n in held.tensors and isinstance(p, nn.Parameter)}
+    return {n: p for n, p in planned_tensors(module, held.tensors) if n in held.tensors and is_parameter(p)}
 
 
 def _trainer(run: Run, progress: Progress) -> dict[str, Any]:
