@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.equal import difference
 from tpconvert.analyze.capture import capture
 from tpconvert.analyze.gradients import DIFFERENTIATED, FUNCTION, HOOK
 from tpconvert.parallel import Mesh, parallelize
@@ -198,17 +198,11 @@ def built(name: str) -> tuple[Block, dict[str, Tensor]]:
     return Block(name), {"x": ROWS}
 
 
-def compared(mesh: Mesh, name: str, planned: str) -> str | None:
-    """What differs on rank 0, empty where nothing does."""
-    result = compare_on_rank(*built(name), Plan.loads(planned), mesh)
-    return None if result is None or result.equal else result.verdict()
-
-
 @pytest.mark.parametrize("name", CUT)
 def test_a_gradient_is_whole_where_it_is_seen(name: str, run_ranks: Callable[..., list[Any]]) -> None:
     plan = make_plan(*built(name), tp=2)
     assert (plan["m.2.weight"].layout.dim == 1) is CUT[name]
-    assert run_ranks(compared, 2, name, plan.dumps())[0] is None
+    assert run_ranks(difference, 2, __name__, plan.dumps(), name)[0] is None
 
 
 @pytest.mark.parametrize("name", [n for n in FORWARDS if n != "a function with two results"])
@@ -384,108 +378,3 @@ def test_capturing_leaves_custom_functions_as_they_were() -> None:
     before = dict(vars(torch.autograd.function._SingleLevelFunction))
     capture(Kernel(), {"x": ROWS})
     assert dict(vars(torch.autograd.function._SingleLevelFunction)) == before
-
-
-# -- the gradient of the inputs ------------------------------------------------------------------------------------
-
-
-class Inner(nn.Module):
-    """A model that is part of a larger one: floating rows beside integer ids, in a list, and written into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.m = nn.Embedding(11, 24), nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
-
-    def forward(self, rows: list[Tensor], ids: Tensor) -> Tensor:
-        first, second = rows
-        first += 1
-        return self.m(first) * 2 + self.m(self.words(ids)) + second
-
-
-def inputs() -> dict[str, Any]:
-    return {"rows": [ROWS.clone(), ROWS.flip(0) * 2], "ids": torch.arange(10).reshape(2, 5)}
-
-
-class Outer(nn.Module):
-    """The larger one: soft prompts before the inner model."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.prompt = inner, nn.Parameter(torch.ones(24))
-
-    def forward(self) -> Tensor:
-        given = inputs()
-        return self.inner([given["rows"][0] * self.prompt, given["rows"][1] * self.prompt], given["ids"])
-
-
-def prompts(mesh: Mesh, planned: str) -> bool:
-    """Whether the gradient of the prompts is whole."""
-    torch.manual_seed(0)
-    whole = Outer(Inner())
-    local = Outer(parallelize(copy.deepcopy(whole.inner), Plan.loads(planned), mesh))
-    for module in (whole, local):
-        module().square().sum().backward()
-    return torch.allclose(whole.prompt.grad, local.prompt.grad, rtol=1e-4)
-
-
-def test_the_gradient_of_a_floating_input_is_whole(run_ranks: Callable[..., list[Any]]) -> None:
-    torch.manual_seed(0)
-    plan = make_plan(Inner(), inputs(), tp=2)
-    assert plan["m.0.weight"].layout.cut
-    assert all(run_ranks(prompts, 2, plan.dumps()))
-
-
-def test_floating_inputs_take_part_in_differentiation_and_stay_as_they_were() -> None:
-    given = inputs()
-    given["rows"][1].requires_grad_()
-    kept = [t.detach().clone() for t in given["rows"]]
-    trace = capture(Inner(), given)
-    grads = {n.meta["slot"]: n.meta["grad"] for n in trace.nodes if n.meta["op"] == "input"}
-    assert grads == {"kwargs.rows.0": True, "kwargs.rows.1": True, "kwargs.ids": False}
-    assert [t.requires_grad for t in given["rows"]] == [False, True]
-    assert all(map(torch.equal, given["rows"], kept))
-    assert given["rows"][0].grad_fn is None
-
-
-def test_inputs_that_share_memory_still_do() -> None:
-    class Writes(nn.Module):
-        def forward(self, x: Tensor, part: Tensor) -> Tensor:
-            x.mul_(2)
-            return part * 1
-
-    x = torch.ones(4)
-    trace = capture(Writes(), (x, x[1:3]), values=True)
-    (out,) = trace.outputs.values()
-    assert out.meta["value"].tolist() == [2, 2]
-    assert x.tolist() == [1, 1, 1, 1]
-
-
-def test_a_forward_that_cannot_differentiate_its_inputs_is_still_recorded() -> None:
-    class Frees(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(24, 24)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.requires_grad_(False))
-
-    trace = capture(Frees(), {"x": ROWS})
-    assert [n.meta["grad"] for n in trace.nodes if n.meta["op"] == "input"] == [False]
-
-
-def sums(mesh: Mesh, planned: str, needs_grad: bool) -> int:
-    """How often the ranks sum a gradient for a first layer."""
-    from unittest import mock
-
-    torch.manual_seed(0)
-    local = parallelize(nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24)), Plan.loads(planned), mesh)
-    out = local(ROWS.clone().requires_grad_(needs_grad))
-    with mock.patch("tpconvert.parallel.collectives._all_reduce", side_effect=lambda x, op, group: x) as calls:
-        out.sum().backward()
-    return calls.call_count
-
-
-def test_an_input_without_a_gradient_costs_no_sum(run_ranks: Callable[..., list[Any]]) -> None:
-    plan = make_plan(nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24)), (ROWS,), tp=2).dumps()
-    assert run_ranks(sums, 2, plan, True) == [1, 1]
-    assert run_ranks(sums, 2, plan, False) == [0, 0]

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from tests.analyze.test_edits import Heads, Literal
 from tests.analyze.test_flow import cut
+from tests.equal import difference
 from tests.zoo.frame import Framed, floats, seeded
 from tpconvert.analyze.capture import capture
-from tpconvert.parallel import Mesh, dry_mesh, parallelize
+from tpconvert.analyze.hooks import sees_inputs
+from tpconvert.parallel import dry_mesh, parallelize
 from tpconvert.planning import make_plan
-from tpconvert.spec.plan import Plan
-from tpconvert.verify import compare_on_rank
 
 
 def squashed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -57,17 +57,32 @@ def hooked(name: str) -> nn.Module:
     return module
 
 
-def compared(mesh: Mesh, name: str, planned: str) -> str | None:
-    """What differs on rank 0."""
-    result = compare_on_rank(hooked(name), {"x": floats(3, 7, 22)}, Plan.loads(planned), mesh)
-    return None if result is None or result.equal else result.verdict()
+def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    return hooked(name), {"x": floats(3, 7, 22)}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_with_a_hook_is_equal(name: str, run_ranks: Callable[..., list[Any]]) -> None:
-    plan = make_plan(hooked(name), {"x": floats(3, 7, 22)}, tp=2)
+    plan = make_plan(*built(name), tp=2)
     assert cut(plan) & {INNER, OUTER} == CASES[name][-1]
-    assert run_ranks(compared, 2, name, plan.dumps())[0] is None
+    assert run_ranks(difference, 2, __name__, plan.dumps(), name)[0] is None
+
+
+def by_locals(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * len(vars()["args"])
+
+
+def by_text(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * eval("len(args)")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("hook", "looks"), [(squashed, False), (squashed_with_inputs, True), (by_locals, True), (by_text, True)]
+)
+def test_a_hook_that_can_reach_the_inputs_without_naming_them_is_taken_to_look(hook: Any, looks: bool) -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(hook)
+    assert sees_inputs(layer) is looks
 
 
 def test_what_hooks_do_is_the_callers_and_they_see_it_once() -> None:

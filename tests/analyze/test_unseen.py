@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.equal import difference
 from tpconvert.analyze.capture import capture
 from tpconvert.analyze.unseen import WHY
 from tpconvert.parallel import Mesh
@@ -128,18 +129,12 @@ def built(name: str) -> tuple[Mlp, dict[str, Tensor]]:
     return Mlp(name), {"x": ROWS}
 
 
-def compared(mesh: Mesh, name: str, planned: str) -> str | None:
-    """What differs on rank 0, empty where nothing does."""
-    result = compare_on_rank(*built(name), Plan.loads(planned), mesh)
-    return None if result is None or result.equal else result.verdict()
-
-
 @pytest.mark.parametrize("name", BETWEEN)
 def test_what_is_computed_unseen_is_whole_and_the_model_equal(name: str, run_ranks: Callable[..., list[Any]]) -> None:
     plan = make_plan(*built(name), tp=2)
     assert not plan["a.weight"].layout.cut
     assert WHYS.get(name, WHY) in plan["a.bias"].reason
-    assert run_ranks(compared, 2, name, plan.dumps())[0] is None
+    assert run_ranks(difference, 2, __name__, plan.dumps(), name)[0] is None
 
 
 @pytest.mark.parametrize("name", ["script", "script without grad", "script of integers", "vmap", "no mode sees it"])

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpconvert.parallel import Mesh
+from tests.equal import difference
 from tpconvert.planning import make_plan
-from tpconvert.spec.plan import Plan
-from tpconvert.verify import compare_on_rank, emulate_module
+from tpconvert.verify import emulate_module
 
 WIDTH, FFN, LENGTH = 24, 48, 16
 
@@ -148,17 +147,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str, list[dict[str, Any]]]] =
 """``(its class, a parameter that must be cut if any, inputs)``."""
 
 
-def built(name: str) -> tuple[nn.Module, list[dict[str, Any]]]:
+def built(name: str, case: int = 0) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     build, _, inputs = NETWORKS[name]
-    return build(), inputs
-
-
-def compared(mesh: Mesh, name: str, planned: str, case: int) -> str | None:
-    """What differs on rank 0, empty where nothing does."""
-    module, inputs = built(name)
-    result = compare_on_rank(module, inputs[case], Plan.loads(planned), mesh)
-    return None if result is None or result.equal else result.verdict()
+    return build(), inputs[case]
 
 
 @pytest.mark.parametrize("tp", [2, 3])
@@ -166,9 +158,8 @@ def compared(mesh: Mesh, name: str, planned: str, case: int) -> str | None:
 def test_a_network_is_equal_on_the_inputs_it_was_planned_with_and_on_others(
     name: str, tp: int, run_ranks: Callable[..., list[Any]]
 ) -> None:
-    module, inputs = built(name)
-    plan = make_plan(module, inputs[0], tp=tp)
+    plan = make_plan(*built(name), tp=tp)
     assert all(plan[must].layout.cut for must in [NETWORKS[name][1]] if must)
-    assert emulate_module(built(name)[0], inputs[0], plan).equal
-    for case in range(len(inputs)):
-        assert run_ranks(compared, tp, name, plan.dumps(), case)[0] is None
+    assert emulate_module(*built(name), plan).equal
+    for case in range(len(NETWORKS[name][-1])):
+        assert run_ranks(difference, tp, __name__, plan.dumps(), name, case)[0] is None

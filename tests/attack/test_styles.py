@@ -14,11 +14,9 @@ from einops import einsum, rearrange, repeat
 from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 
+from tests.equal import difference
 from tests.zoo.frame import floats, seeded
-from tpconvert.parallel import Mesh
 from tpconvert.planning import make_plan
-from tpconvert.spec.plan import Plan
-from tpconvert.verify import compare_on_rank
 
 WIDTH, FFN, HEADS = 24, 48, 4
 
@@ -248,23 +246,17 @@ STYLES: dict[str, tuple[type[nn.Module], int, set[str], dict[str, str]]] = {
 """Class, width of its input, what is cut, and what stays whole with a word of the reason."""
 
 
-def inputs(name: str, batch: int = 3, length: int = 7) -> dict[str, Any]:
-    return {"x": floats(batch, length, STYLES[name][1])}
-
-
-def compared(mesh: Mesh, name: str, plan: str, batch: int, length: int) -> str:
-    """What differs on rank 0; empty where nothing does."""
-    result = compare_on_rank(seeded(STYLES[name][0]), inputs(name, batch, length), Plan.loads(plan), mesh)
-    return "" if result is None or result.equal else result.verdict()
+def built(name: str, batch: int = 3, length: int = 7) -> tuple[nn.Module, dict[str, Any]]:
+    return seeded(STYLES[name][0]), {"x": floats(batch, length, STYLES[name][1])}
 
 
 @pytest.mark.parametrize("name", STYLES)
 def test_a_style_is_cut_and_equal_and_what_stays_whole_says_why(name: str, run_ranks: Callable[..., list[Any]]) -> None:
-    build, _, cut, whole = STYLES[name]
-    plan = make_plan(seeded(build), inputs(name), tp=2)
+    _, _, cut, whole = STYLES[name]
+    plan = make_plan(*built(name), tp=2)
     assert {v.name for v in plan.verdicts if v.layout.cut} >= cut
     for parameter, word in whole.items():
         assert not plan[parameter].layout.cut
         assert word in plan[parameter].reason
     for batch, length in ((3, 7), (2, 4)):
-        assert run_ranks(compared, 2, name, plan.dumps(), batch, length)[0] == ""
+        assert run_ranks(difference, 2, __name__, plan.dumps(), name, batch, length)[0] is None
