@@ -60,7 +60,8 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     tell(_emulated(module, inputs, plan))
     tell({"emulate_s": round(time.monotonic() - start, 1), "stage": "merge"})
     tell({"way_back": facts.way_back(module, plan), "stage": "degrees"})
-    tell({"degrees": {tp: _at_degree(module, inputs, tp) for tp in degrees}, "stage": "done"})
+    tell({"degrees": {tp: _at_degree(module, inputs, tp) for tp in degrees}, "stage": "export"})
+    tell({"export": _exported(module, inputs), "stage": "done"})
     if keep is not None and not kept:
         tell({"ranks": _on_forked_ranks(module, inputs, plan)})
 
@@ -79,6 +80,19 @@ def _at_degree(module: Any, inputs: Any, tp: int) -> dict[str, Any]:
         return crashed(error, "plan")
     found = {k: v for k, v in _of_plan(plan).items() if k in ("cut", "matrices_cut")} | _emulated(module, inputs, plan)
     return {k: v for k, v in found.items() if k in ("cut", "matrices_cut", "outcome", "why")}
+
+
+def _exported(module: Any, inputs: Any) -> dict[str, Any]:
+    """Whether ``torch.export`` sees the same parameters flow into each other."""
+    from benchmarks.zoo.exported import disagreement
+
+    try:
+        found = disagreement(module, inputs)
+    except Exception as error:
+        return crashed(error, "export")
+    if found is None:
+        return {"outcome": "no export"}
+    return {"outcome": "differs", "why": found[:6]} if found else {"outcome": "agrees"}
 
 
 def _kept(module: Any, inputs: Any, plan: Any, path: Path) -> bool:

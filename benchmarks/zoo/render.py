@@ -74,7 +74,19 @@ def _summary(found: list[Found]) -> list[str]:
             for tp, at in sorted(_degrees(planned).items())
         ),
         "",
+        _second_opinion(planned),
+        "",
     ]
+
+
+def _second_opinion(lines: list[Found]) -> str:
+    """How often torch.export sees the same relations between parameters."""
+    counts = Counter(line["export"]["outcome"] for line in lines if "export" in line)
+    tried = counts["agrees"] + counts["differs"]
+    return (
+        f"torch.export works for {tried} of {counts.total()} types; the parameters that flow into each other's ops are "
+        f"the same in its graph and in ours for {counts['agrees']}."
+    )
 
 
 def _spread(lines: list[Found], key: str) -> str:
@@ -150,6 +162,7 @@ def _short(line: Found) -> Found:
         "theirs_differ",
         "degrees",
         "way_back",
+        "export",
         "untouched",
         "rewrites",
         "notes",

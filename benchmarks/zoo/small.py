@@ -14,6 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 VOCABULARY, LAYERS, EXPERTS = 512, 2, 8
+EXPERT_WIDTH = 96
+"""What widths of experts are multiples of: grouped kernels ask for multiples of 8 on each of 2, 3 and 4 ranks."""
 MANY_LAYERS = 16
 MAIN = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 GROUPS = {"n_group": 2, "topk_group": 1}
@@ -28,6 +30,7 @@ _WIDTHS = re.compile(
     r"|channels$|_features$|groups$|dim_per_stage$|channel_list$|pos_feats$"
 )
 _HEAD_WIDTHS = re.compile(r"(^|_)(d_kv|d_head|head_dim|head_size|nope_dim|rope_dim|kv_channels)$")
+_EXPERT_WIDTHS = re.compile(r"(moe|expert).*(size|dim)$")
 _TAPS = re.compile(r"out_indices$|deepstack|extract_layers|intermediate_\w*indices|feature_layers?$|target_layer")
 _SOME = re.compile(r"(layers|layer_ids|indexes|indices)$")
 _NOT_WIDTHS = re.compile(
@@ -180,7 +183,8 @@ def _smaller(name: str, value: Any, attempt: Attempt, few: int, marks: Iterator[
     if name.startswith(("first_k_dense", "n_dense", "num_dense", "moe_layer_start")):
         return min(value, 1)
     if _WIDTHS.search(name) and not _NOT_WIDTHS.search(name) and value % attempt.width == 0:
-        return max(value // attempt.width, 1) if value >= 16 else value
+        smaller = max(value // attempt.width, 1) if value >= 16 else value
+        return -(-smaller // EXPERT_WIDTH) * EXPERT_WIDTH if _EXPERT_WIDTHS.search(name) else smaller
     return value
 
 
