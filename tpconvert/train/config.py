@@ -17,18 +17,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from tpconvert.errors import ConfigError
-
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, and closed to keys it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from tpconvert.train.data_config import Data
+from tpconvert.train.section import Section
 
 
 class Parallelism(Section):
@@ -78,33 +74,6 @@ class Training(Section):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} is more than lr {self.lr}")
         return self
-
-
-class Data(Section):
-    """Where the text is and what is learned from it."""
-
-    path: tuple[str, ...] = Field(min_length=1)
-    """Files, folders or globs, relative to the current folder."""
-    objective: Literal["causal", "masked"] = "causal"
-    format: Literal["auto", "text", "jsonl"] = "auto"
-    """auto: by the file's ending."""
-    documents: Literal["file", "line"] = "file"
-    """What one document of a plain text file is. Each line of JSONL is one."""
-    field: str = "text"
-    """The key of the text in JSONL."""
-    tokenizer: str | None = None
-    """A folder or hub name, or ``bytes``. Default: the tokenizer of the sharded folder."""
-    pack: bool = True
-    """Join documents and cut them into full sequences; otherwise one document a sequence, padded or cut off."""
-    mask_probability: float = Field(0.15, gt=0, lt=1)
-    """For masked: how many tokens are asked for; of these 80 % masked, 10 % random, 10 % as they are."""
-    cache: str | None = None
-    """Folder of the tokenized text. Default: OUTPUT/data."""
-
-    @field_validator("path", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
 
 class Checkpoint(Section):
@@ -165,20 +134,25 @@ def make_config(data: Mapping[str, Any], *, where: str = "config") -> Config:
 
 def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of ``data`` in which each ``section.key=value`` holds; values are YAML."""
-    out: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
+    out: dict[str, Any] = dict(data)
     for item in overrides:
         name, equals, text = item.partition("=")
-        section, dot, key = name.partition(".")
-        if not equals or not dot:
+        *sections, key = name.split(".")
+        if not equals or not sections:
             near = _near(name, [path for path, _ in _keys()])
             raise ConfigError(f"{item}: an override is written section.key=value.{near}")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             value = text
-        if not isinstance(out.setdefault(section, {}), dict):
-            raise ConfigError(f"{item}: {section} is not a section in the configuration file.")
-        out[section][key] = value
+        inner = out
+        for depth, section in enumerate(sections, 1):
+            held = inner.get(section) or {}
+            if not isinstance(held, dict):
+                where = ".".join(sections[:depth])
+                raise ConfigError(f"{item}: {where} is not a section in the configuration file.")
+            inner[section] = inner = dict(held)
+        inner[key] = value
     return out
 
 
@@ -200,13 +174,21 @@ def accumulation(training: Training, dp: int) -> int:
     return total // micro
 
 
-def _keys() -> Iterator[tuple[str, str]]:
-    """``("training.lr", "lr")`` for every key."""
-    for name, info in Config.model_fields.items():
-        section = info.annotation
-        assert isinstance(section, type) and issubclass(section, Section)
-        for key in section.model_fields:
-            yield f"{name}.{key}", key
+def _keys(of: type[Section] | None = None, before: str = "") -> Iterator[tuple[str, str]]:
+    """``("training.lr", "lr")`` for every key, those of sections within sections included."""
+    for name, info in (of or Config).model_fields.items():
+        if of is not None:
+            yield f"{before}{name}", name
+        for section in _sections(info.annotation):
+            yield from _keys(section, f"{before}{name}.")
+
+
+def _sections(kind: Any) -> Iterator[type[Section]]:
+    """The sections in an annotation."""
+    if isinstance(kind, type) and issubclass(kind, Section):
+        yield kind
+    for part in get_args(kind):
+        yield from _sections(part)
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
@@ -228,11 +210,12 @@ def _explain(error: ValidationError) -> Iterator[str]:
 
 def _candidates(path: str) -> list[str]:
     """Keys that ``path`` may have meant: of its own section, else the same word elsewhere."""
+    path = ".".join(part for part in path.split(".") if not part.isdigit())
     section, _, key = path.rpartition(".")
     full = [p for p, _ in _keys()]
-    if section in Config.model_fields:
+    if any(p.startswith(f"{section}.") for p in full):
         own = [p for p in full if p.startswith(f"{section}.")]
-        if difflib.get_close_matches(path.partition(".")[2], [p.partition(".")[2] for p in own], n=1):
+        if difflib.get_close_matches(key, [p.removeprefix(f"{section}.") for p in own], n=1):
             return own
     elsewhere = [p for p, k in _keys() if k == (key or path)]
     return elsewhere or ([*Config.model_fields] if not section else full)
