@@ -5,16 +5,18 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpconvert.errors import PlanError
-from tpconvert.parallel import cross_entropy, dry_mesh
+from tpconvert.parallel import Mesh, cross_entropy, dry_mesh, loss
 from tpconvert.parallel.collectives import parts_of, take
 from tpconvert.spec.layout import Block, Layout
 
 WORDS = 11
 
 
-def whole_loss(logits, targets, reduction, smoothing, z_loss):
+def whole_loss(logits, targets, reduction, smoothing, z_loss, softcap=0.0):
+    logits = softcap * (logits / softcap).tanh() if softcap else logits
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing)
     losses = losses.view(targets.shape) + z_loss * logits.logsumexp(-1).square() * (targets != -100)
     if reduction == "none":
@@ -28,12 +30,14 @@ def compare(mesh, blocks):
     targets = torch.randint(0, WORDS, (2, 5), generator=noise)
     targets[0, 2] = -100
     parts = parts_of(-1, blocks, mesh)
-    for reduction, smoothing, z_loss in itertools.product(("mean", "sum", "none"), (0.0, 0.1), (0.0, 1e-2)):
-        whole = whole_loss(logits, targets, reduction, smoothing, z_loss)
+    options = itertools.product(("mean", "sum", "none"), (0.0, 0.1), (0.0, 1e-2), (0.0, 20.0))
+    for reduction, smoothing, z_loss, softcap in options:
+        whole = whole_loss(logits, targets, reduction, smoothing, z_loss, softcap)
         weight = torch.linspace(1, 2, whole.numel(), dtype=torch.float64).view(whole.shape)
         (grad,) = torch.autograd.grad((whole * weight).sum(), logits)
         mine = take(logits.detach(), -1, parts.pieces).requires_grad_()
-        loss = cross_entropy(mine, targets, mesh, blocks, reduction=reduction, label_smoothing=smoothing, z_loss=z_loss)
+        terms = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}
+        loss = cross_entropy(mine, targets, mesh, blocks, reduction=reduction, **terms)
         (loss * weight).sum().backward()
         torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(mine.grad, take(grad, -1, parts.pieces), rtol=1e-12, atol=1e-12)
@@ -43,6 +47,67 @@ def compare(mesh, blocks):
 @pytest.mark.parametrize("blocks", [(Block(WORDS),), (Block(4), Block(7))], ids=str)
 def test_loss_and_gradient_are_those_of_the_whole_logits(run_ranks, degree, blocks):
     run_ranks(compare, degree, blocks)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor of a dtype had which an op made."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, torch.Tensor):
+                self.sizes[t.dtype] = max(self.sizes.get(t.dtype, 0), t.numel())
+        return out
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("terms", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0}], ids=["plain", "all"])
+def test_wide_logits_never_exist_whole(monkeypatch, shifted, terms):
+    words = 200
+    monkeypatch.setattr(loss, "PIECE", 4 * words)
+    mesh = Mesh(0, 1, None, torch.device("cpu"))
+    logits = torch.randn(3, 14 + shifted, words, generator=torch.Generator().manual_seed(1))
+    logits = logits.bfloat16().requires_grad_()
+    targets = torch.randint(0, words, (3, 14), generator=torch.Generator().manual_seed(2))
+    given = logits[:, :-1] if shifted else logits
+    order = [terms.get(name, 0.0) for name in ("label_smoothing", "z_loss", "softcap")]
+    whole = whole_loss(given.double(), targets, "mean", *order)
+    (grad,) = torch.autograd.grad(whole, logits)
+    with Largest() as largest:
+        mine = cross_entropy(given, targets, mesh, (Block(words),), **terms)
+        mine.backward()
+    assert largest.sizes[torch.float32] == 4 * words
+    torch.testing.assert_close(mine.double(), whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits.grad, grad, rtol=2**-8, atol=1e-7)
+
+
+def masked_words(mesh):
+    logits = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits[:, 2:] = -torch.inf  # all that the second rank holds
+    targets = torch.tensor([0, 1, 0])
+    mine = take(logits, -1, [(2 * mesh.rank, 2 * mesh.rank + 2)]).requires_grad_()
+    loss = cross_entropy(mine, targets, mesh, (Block(4),))
+    loss.backward()
+    whole = logits.requires_grad_()
+    F.cross_entropy(whole, targets).backward()
+    torch.testing.assert_close(loss, F.cross_entropy(whole, targets))
+    torch.testing.assert_close(mine.grad, whole.grad[:, 2 * mesh.rank : 2 * mesh.rank + 2])
+
+
+def test_words_masked_on_one_rank_have_no_part_in_the_loss(run_ranks):
+    run_ranks(masked_words, 2)
+
+
+def test_the_gradient_cannot_be_differentiated_again():
+    logits = torch.randn(3, 5, requires_grad=True)
+    loss = cross_entropy(logits, torch.tensor([0, 1, 4]), Mesh(0, 1, None, torch.device("cpu")), (Block(5),))
+    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        grad.sum().backward()
 
 
 def without_targets(mesh):

@@ -243,6 +243,11 @@ def largest(x: Tensor, mesh: Mesh) -> Tensor:
     return x if mesh.group is None else _all_reduce(x, "max", mesh.group)
 
 
+def every(x: Tensor, mesh: Mesh) -> Tensor:
+    """A new tensor: what each rank has, along a new first dim."""
+    return x.unsqueeze(0) if mesh.group is None else _all_gather(x.contiguous().unsqueeze(0), mesh)
+
+
 def averaged_over_dp(x: Tensor, mesh: Mesh) -> Tensor:
     """A new tensor: the mean over dp ranks."""
     return x if mesh.dp_group is None else _all_reduce(x, "sum", mesh.dp_group) / mesh.dp_degree
