@@ -186,11 +186,12 @@ def folded(reason: str) -> str:
 
 
 def _emulated(module: Any, inputs: Any, plan: Any) -> dict[str, Any]:
+    from tpconvert.analyze.copies import copied
     from tpconvert.errors import TPConvertError, VerifyError
     from tpconvert.verify.run import emulate_module
 
     try:
-        return of_result(emulate_module(module, inputs, plan))
+        return of_result(emulate_module(copied(module), inputs, plan))  # it perturbs, in another precision
     except VerifyError as error:
         return {"outcome": "not equal", "why": f"VerifyError: {error}"}
     except TPConvertError as error:
