@@ -206,6 +206,10 @@ def shard(
 @click.option(
     "--sequence-parallel", is_flag=True, help="Converted so that between regions ranks have slices of tokens."
 )
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="cuda: each rank on a GPU of its own."
+)
+@click.option("--dtype", type=click.Choice(["float64", "float32", "bfloat16"]), default="float64", show_default=True)
 @json_option
 @all_option
 def verify(
@@ -218,6 +222,8 @@ def verify(
     twin: bool,
     emulate: bool,
     sequence_parallel: bool,
+    device: str,
+    dtype: str,
     as_json: bool,
     every: bool,
     **opening: Any,
@@ -226,6 +232,8 @@ def verify(
     from tpconvert.verify import proof_text
     from tpconvert.verify import verify as prove
 
+    if emulate and (device, dtype) != ("cpu", "float64"):
+        raise click.UsageError("--emulate compares in float64 on the CPU: it takes neither --device nor --dtype.")
     if twin and (folder or plan_file):
         raise click.UsageError("--twin verifies a smaller model: neither a folder nor a plan is of its size.")
     if folder:
@@ -246,6 +254,8 @@ def verify(
         emulate=emulate,
         rules=rules,
         sequence_parallel=sequence_parallel,
+        device=device,
+        dtype=dtype,
     )
     if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks for all
         say_notes(opened)

@@ -101,6 +101,43 @@ def test_a_plan_without_its_sum_is_not_equal_and_the_first_module_is_named(tmp_p
     assert result.stdout.splitlines()[-1].endswith(" Values first part in 2 (output).")
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", "2e-03"), ("bfloat16", "6e-02")])
+def test_a_narrower_dtype_has_a_bound_of_its_own_and_still_finds_a_missing_sum(tmp_path, dtype, bound):
+    result = verify(name_of("mlp"), "--tp", 2, "--dtype", dtype)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].endswith(f", bound {bound}.")
+    error = float(result.stdout.split("largest error ")[1].split(",")[0])
+    assert error > {"float32": 1e-9, "bfloat16": 1e-5}[dtype]  # it was rounded so
+    plan = tampered(tmp_path, name_of("mlp"), without("reduce"))
+    assert verify(name_of("mlp"), "--plan", plan, "--dtype", dtype).exit_code == 1
+
+
+def test_lockstep_knows_no_other_dtype():
+    result = verify(name_of("mlp"), "--tp", 2, "--emulate", "--dtype", "bfloat16")
+    assert result.exit_code == 2 and "it takes neither --device nor --dtype" in result.stderr
+
+
+def test_ranks_on_gpus_are_refused_where_there_are_too_few(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    result = verify(name_of("mlp"), "--tp", 2, "--device", "cuda")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "error: 2 ranks need a GPU each, and torch finds 1 on this machine. Verify on CPUs."
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("function", ["llama", "gpt2", "t5", "mixtral"])
+def test_models_are_equal_on_gpus(function, dtype):
+    source = ROOT / "benchmarks" / "compare" / "small.py"
+    arguments = ["verify", f"{source}:{function}", "--tp", "2", "--device", "cuda", "--dtype", dtype]
+    done = subprocess.run(
+        [sys.executable, "-m", "tpconvert", *arguments], capture_output=True, text=True, env=ENVIRONMENT, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_first_module_is_named_in_a_deep_model_too(llama, tmp_path):
     def change(data):
         norm = "model.layers.1.self_attn.o_proj"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,8 +21,9 @@ from tpconvert.errors import NotRunError, TPConvertError, VerifyError
 from tpconvert.parallel import Mesh, clip_grad_norm_, parallelize
 from tpconvert.parallel.collectives import summed
 from tpconvert.planning.slices import divided
-from tpconvert.source.blame import told, users_line
+from tpconvert.source.blame import told
 from tpconvert.spec.plan import Plan
+from tpconvert.verify.dtypes import dtype_of, generators, precision
 from tpconvert.verify.modes import Exact, Widened, call, loss_of, perturb, takes_gradients, tensors_of
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
 from tpconvert.verify.sizes import other_size
@@ -44,14 +45,17 @@ def compare_on_rank(
     seed: int = 0,
     disturb: Callable[[nn.Module, Mesh], None] | None = None,
     sequence_parallel: bool = False,
+    tolerances: Sequence[Tolerance] = (FLOAT64, FLOAT32),
 ) -> Result | None:
     """The result on rank 0, None on the others; all ranks of ``mesh`` call it with equal arguments.
 
-    ``whole`` is a real CPU module, which is perturbed in place.  ``disturb`` may change the converted module: the
-    tests use it to plant faults.  ``sequence_parallel`` converts it so, and cuts sequences off that cannot be shared.
+    ``whole`` is a real CPU module, which is perturbed in place, and moved to the mesh's device.  ``disturb`` may change
+    the converted module: the tests use it to plant faults.  ``sequence_parallel`` converts it so, and cuts sequences
+    off that cannot be shared.  It is run in the dtype of the first of ``tolerances`` in which it can be.
     """
     perturb(whole, seed)
-    tolerance, inputs = precision(whole, inputs)
+    whole, inputs = whole.to(mesh.device), map_tensors(lambda t: t.to(mesh.device), inputs)
+    tolerance, inputs = precision(whole, inputs, tolerances)
     local = copied(whole)
     parallelize(local, plan, mesh, sequence_parallel=sequence_parallel)
     if disturb is not None:
@@ -62,28 +66,6 @@ def compare_on_rank(
     pair.run_steps()
     pair.run_dropout()
     return Result(tuple(pair.checks), tolerance, pair.parted, tuple(pair.notes)) if mesh.rank == 0 else None
-
-
-def precision(module: nn.Module, inputs: Any) -> tuple[Tolerance, Any]:
-    """Make the model float64 where its kernels have float64, else float32."""
-    for tolerance in (FLOAT64, FLOAT32):
-        wide = Widened(dtype_of(tolerance))
-        module._apply(wide.made)
-        given = map_tensors(wide.made, inputs)
-        try:
-            with torch.no_grad(), Exact(dtype_of(tolerance)):
-                call(module, given)
-            return tolerance, given
-        except (RuntimeError, NotImplementedError) as error:
-            failure = error
-    line = users_line(failure)
-    where = f"{line.filename}:{line.lineno} in {line.name}: " if line else ""
-    raise NotRunError(f"The model runs neither in float64 nor in float32: {where}{told(failure)}") from failure
-
-
-def dtype_of(tolerance: Tolerance) -> torch.dtype:
-    """The dtype that a tolerance is for."""
-    return torch.float64 if tolerance is FLOAT64 else torch.float32
 
 
 Record = dict[tuple[str, str], Tensor]
@@ -124,7 +106,7 @@ class _Pair:
         Both draw the same random numbers, for those draws that no mode leaves out (an LSTM's own dropout).
         """
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=generators(self.mesh.device)):
                 torch.manual_seed(SEED)
                 random.seed(SEED)
                 numpy.random.seed(SEED)  # some models draw their masks there

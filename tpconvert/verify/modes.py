@@ -150,7 +150,7 @@ def loss_of(output: Any) -> Tensor | None:
         if not tensor.is_floating_point() or not tensor.requires_grad:
             continue
         generator = torch.Generator().manual_seed(7919 + i)
-        weight = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+        weight = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
         finite = torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
         part = (finite * weight).sum() / max(tensor.numel(), 1) ** 0.5
         total = part if total is None else total + part

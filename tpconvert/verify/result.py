@@ -28,6 +28,11 @@ FLOAT32 = Tolerance(
     "float32: eps 1.2e-7 times the terms of a sum and the depth; used where a kernel has no float64",
     floor=1e-3,
 )
+BFLOAT16 = Tolerance(
+    6e-2,
+    "bfloat16: eps 7.8e-3 times the square root of the roundings on the way through a few layers and back",
+    floor=5e-2,
+)
 BYTES = Tolerance(0.0, "bytes: equal or not")
 
 

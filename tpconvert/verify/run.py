@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from tpconvert.source.blame import blaming
 from tpconvert.spec.plan import Plan
 from tpconvert.spec.sliced import sliced_form
 from tpconvert.verify.asked import compare_asked, sliced_flow
-from tpconvert.verify.checks import compare_on_rank, dtype_of, precision
+from tpconvert.verify.checks import compare_on_rank
+from tpconvert.verify.dtypes import PRECISIONS, dtype_of, precision
 from tpconvert.verify.modes import Exact, perturb
 from tpconvert.verify.result import BYTES, Check, Result
 
@@ -49,19 +50,23 @@ def verify(
     emulate: bool = False,
     rules: Sequence[Path | str] = (),
     sequence_parallel: bool = False,
+    device: str = "cpu",
+    dtype: str = "float64",
 ) -> Result:
     """The whole model and the one ``plan`` makes of it, compared; with ``folder``, also every stored byte.
 
-    Ranks are gloo processes on this machine, or those of torchrun where this runs under it.  ``emulate`` runs all
-    ranks in lockstep in this process instead, on the recorded graph; it needs the ``rules`` the plan was made with.
-    ``sequence_parallel`` is that of :func:`tpconvert.parallelize`.
+    Ranks are processes on this machine, or those of torchrun where this runs under it: on CPUs with gloo, or with
+    ``device="cuda"`` each on a GPU of its own with NCCL.  They compare in ``dtype``: float64 (float32 where no
+    kernel has it), float32, or bfloat16.  ``emulate`` runs all ranks in lockstep in this process instead, on the recorded
+    graph, in float64 on the CPU; it needs the ``rules`` the plan was made with.  ``sequence_parallel`` is that of
+    :func:`tpconvert.parallelize`.
     """
     if sequence_parallel:
         sliced_form(plan)  # which there must be
     if emulate:
         result = verify_emulated(source, plan, rules, sequence_parallel=sequence_parallel)
     else:
-        result = _on_ranks(source, plan, sequence_parallel)
+        result = _on_ranks(source, plan, _How(sequence_parallel, device, dtype))
     result = replace(result, notes=(*result.notes, *plan.notes))
     if folder is not None:
         stored = compare_bytes(source, folder)
@@ -69,11 +74,52 @@ def verify(
     return result
 
 
-def _on_ranks(source: Source, plan: Plan, sliced: bool) -> Result:
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _under_torchrun(source, plan, sliced)
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How ranks compare."""
+
+    sliced: bool
+    device: str
+    dtype: str
+
+    @property
+    def backend(self) -> str:
+        """NCCL for what is on GPUs; small things travel as CPU tensors."""
+        return "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
+
+    def compare(self, source: Callable[[], nn.Module], inputs: Any, plan: Plan, place: int) -> Result | None:
+        """On the rank that is the ``place``-th of this machine."""
+        with blaming("The model fails where it is run"):
+            mesh = make_mesh(plan.tp, device=_device(self.device, place))
+            return compare_on_rank(
+                source(), inputs, plan, mesh, sequence_parallel=self.sliced, tolerances=PRECISIONS[self.dtype]
+            )
+
+
+def _device(name: str, place: int) -> torch.device:
+    """The device of the ``place``-th rank of this machine; on a GPU float32 is made to be float32."""
+    if name == "cpu":
+        return torch.device("cpu")
+    torch.backends.cudnn.allow_tf32 = False  # which convolutions would use
+    torch.cuda.set_device(place)
+    return torch.device("cuda", place)
+
+
+def _check_gpus(ranks: int) -> None:
+    if (count := torch.cuda.device_count()) < ranks:
+        raise NotRunError(
+            f"{ranks} ranks need a GPU each, and torch finds {count} on this machine.", hint="Verify on CPUs."
+        )
+
+
+def _on_ranks(source: Source, plan: Plan, how: _How) -> Result:
+    torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if how.device == "cuda":
+        _check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torchrun else plan.tp)
+    if torchrun:
+        return _under_torchrun(source, plan, how)
     with tempfile.TemporaryDirectory(prefix="tpconvert-verify-") as scratch:
-        arguments = (plan.tp, scratch, source.build, source.inputs, plan.dumps(), sliced)
+        arguments = (plan.tp, scratch, source.build, source.inputs, plan.dumps(), how)
         context: Any = mp.start_processes(_rank, arguments, plan.tp, join=False, start_method=_start_method())
         logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns of each rank it ends
         try:
@@ -96,15 +142,15 @@ def _start_method() -> str:
 
 
 def _rank(
-    rank: int, degree: int, scratch: str, build: Callable[[], nn.Module], inputs: Any, plan: str, sliced: bool
+    rank: int, degree: int, scratch: str, build: Callable[[], nn.Module], inputs: Any, plan: str, how: _How
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which comes too when the parent dies: end even while waiting
     torch.set_num_threads(1)  # a forked process has lost the threads of OpenMP, and would wait for them for ever
-    dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=degree, timeout=LIMIT)
+    dist.init_process_group(
+        how.backend, init_method=f"file://{scratch}/store", rank=rank, world_size=degree, timeout=LIMIT
+    )
     try:
-        with blaming("The model fails where it is run"):
-            mesh = make_mesh(degree, device="cpu")
-            result = compare_on_rank(build(), inputs, Plan.loads(plan), mesh, sequence_parallel=sliced)
+        result = how.compare(build, inputs, Plan.loads(plan), rank)
         if result is not None:
             torch.save(result, Path(scratch) / "result.pt")
         dist.barrier()
@@ -123,19 +169,17 @@ def _told(scratch: Path) -> TPConvertError | None:
     return None
 
 
-def _under_torchrun(source: Source, plan: Plan, sliced: bool) -> Result:
+def _under_torchrun(source: Source, plan: Plan, how: _How) -> Result:
     ours = not dist.is_initialized()
     if ours:
-        dist.init_process_group("gloo", timeout=LIMIT)
+        dist.init_process_group(how.backend, timeout=LIMIT)
     try:
         ranks = dist.get_world_size()
         if ranks != plan.tp:
             raise NotRunError(
                 f"torchrun started {ranks} ranks, the plan is for tp={plan.tp}.", hint=f"Start {plan.tp}."
             )
-        with blaming("The model fails where it is run"):
-            mesh = make_mesh(plan.tp, device="cpu")
-            mine = compare_on_rank(source.build(), source.inputs, plan, mesh, sequence_parallel=sliced)
+        mine = how.compare(source.build, source.inputs, plan, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
         results: list[Any] = [mine]
         dist.broadcast_object_list(results)
     finally:
