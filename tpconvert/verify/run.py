@@ -57,9 +57,9 @@ def verify(
 
     Ranks are processes on this machine, or those of torchrun where this runs under it: on CPUs with gloo, or with
     ``device="cuda"`` each on a GPU of its own with NCCL.  They compare in ``dtype``: float64 (float32 where no
-    kernel has it), float32, or bfloat16.  ``emulate`` runs all ranks in lockstep in this process instead, on the recorded
-    graph, in float64 on the CPU; it needs the ``rules`` the plan was made with.  ``sequence_parallel`` is that of
-    :func:`tpconvert.parallelize`.
+    kernel has it), float32, or bfloat16.  ``emulate`` runs all ranks in lockstep in this process instead, on the
+    recorded graph, in float64 on the CPU; it needs the ``rules`` the plan was made with.  ``sequence_parallel`` is
+    that of :func:`tpconvert.parallelize`.
     """
     if sequence_parallel:
         sliced_form(plan)  # which there must be
