@@ -156,7 +156,7 @@ class Backward:
             region = flow.ax.written.get(user, ()) if node is not user.args[0] else ()
             if any(leaves(t) & (flow.cut_atoms - flow.atoms(node)) for t in region):
                 return True
-            return user in flow.zone and (node not in flow.cut or self.half_cut(node))
+            return user in flow.zone and self.joined_is_partial(node, user)
         if user in flow.zone:
             return True
         if (node, user) in self.scattered and node not in flow.cut:
@@ -181,6 +181,31 @@ class Backward:
             why = "part of its gradient is summed over ranks and part is not"
             raise ConflictError(involved(flow, user), user, why)
         return partial
+
+    def joined_is_partial(self, node: fx.Node, user: fx.Node) -> bool:
+        """Whether a partial gradient of what is joined is partial in the segment that ``node`` is.
+
+        It is partial in the whole segments of a value that has cut ones too, and in every segment of any other, such as
+        keys that several ranks share.
+        """
+        if node not in self.flow.cut or not self.half_cut(user) or self.half_cut(node):
+            return True
+        if self.is_shared(user):
+            why = "part of its gradient is summed over ranks and part is not"
+            raise ConflictError(involved(self.flow, user), user, why)
+        return False
+
+    def is_shared(self, node: fx.Node) -> bool:
+        """Whether a cut value reaches, inside its zone, one that is cut along further axes too."""
+        own, seen, stack = self.flow.atoms(node), {node}, [node]
+        while stack:
+            for user in stack.pop().users:
+                if own < self.flow.atoms(user):
+                    return True
+                if user in self.flow.zone and user not in seen:
+                    seen.add(user)
+                    stack.append(user)
+        return False
 
     def half_cut(self, node: fx.Node) -> bool:
         """Whether some segment of a cut value is whole."""
