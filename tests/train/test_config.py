@@ -1,10 +1,12 @@
+import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
 from tpconvert.errors import ConfigError
-from tpconvert.train.config import Training, accumulation, apply_overrides, load_config, make_config
+from tpconvert.train.config import Training, accumulation, apply_overrides, load_config, make_config, schema
 
 SMALL = {"data": {"path": "corpus.txt"}}
 
@@ -39,7 +41,7 @@ def test_every_mistake_is_named_in_one_line():
         make_config({"training": {"lr": -1, "precision": "fp17"}})
     text = str(caught.value)
     assert "training.lr is -1, but it should be greater than 0" in text
-    assert "training.precision is 'fp17', but it should be 'bf16', 'fp32' or 'fp64'" in text
+    assert "training.precision is 'fp17', but it should be 'bf16', 'fp16', 'fp32', 'fp64' or 'fp8'" in text
     assert "data is missing" in text
     assert "\n" not in text
     with pytest.raises(ConfigError, match=r"data is 3, but it should be a section of keys\.$"):
@@ -104,6 +106,34 @@ def test_a_global_batch_that_does_not_divide_is_an_error_with_the_numbers():
         accumulation(Training(micro_batch_size=2, global_batch_size=10), dp=4)
 
 
+SCHEMA = Path(__file__).parents[2] / "docs/schemas/train-config.schema.json"
+
+
+def test_the_schema_for_editors_is_that_of_the_code():
+    assert json.loads(SCHEMA.read_text()) == schema(), f"Run: python -m tpconvert.train.config {SCHEMA}"
+
+
+def test_the_schema_knows_the_keys_and_what_they_mean():
+    check = jsonschema.Draft202012Validator(schema())
+    assert check.is_valid(SMALL | {"training": {"lr": 1e-3}}) and check.is_valid({"data": {"path": ["a", "b"]}})
+    assert not check.is_valid(SMALL | {"training": {"lrr": 1}}) and not check.is_valid({})
+    texts = [p for d in schema()["$defs"].values() for p in d["properties"].values() if "description" in p]
+    assert len(texts) > 20
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"pp": 2}, r"parallelism: pp is 2, but the trainer has no pipeline stages; use more tp, or fsdp over dp"),
+        ({"cpu_offload": True}, r"parallelism: cpu_offload needs data_parallel: fsdp"),
+    ],
+)
+def test_what_cannot_be_had_together_says_so(section: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        make_config(SMALL | {"parallelism": section})
+
+
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda p: p.name)
 def test_the_examples_are_configurations(path: Path):
     assert load_config(path).training.steps > 0
+    jsonschema.validate(yaml.safe_load(path.read_text()), schema())

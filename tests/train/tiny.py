@@ -158,8 +158,13 @@ def make_text(path: Path, characters: int = 4000) -> Path:
     return path
 
 
-def train_plainly(config, function: str = "lm", dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[float]]:
-    """The model after training it whole, in one process, by torch's own optimizer and clipping; and all losses."""
+def train_plainly(
+    config, function: str = "lm", dtype: torch.dtype = torch.float64, norms: list[float] | None = None
+) -> tuple[nn.Module, list[float]]:
+    """The model after training it whole, in one process, by torch's own optimizer and clipping; and all losses.
+
+    The gradient norms are added to ``norms``.
+    """
     from tpconvert.train.data import Batches, Position, make_sequences
     from tpconvert.train.text import ByteTokenizer, open_tokens, tokenize
 
@@ -182,7 +187,9 @@ def train_plainly(config, function: str = "lm", dtype: torch.dtype = torch.float
             group["lr"] = training.lr * 0.5 * (1 + math.cos(math.pi * step / training.steps))
         loss = F.cross_entropy(module(batch.ids).flatten(0, 1), batch.labels.flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), training.clip)
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), training.clip)
+        if norms is not None:
+            norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

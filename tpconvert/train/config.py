@@ -15,6 +15,8 @@ Eight lines train::
 from __future__ import annotations
 
 import difflib
+import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,14 +32,30 @@ from tpconvert.train.section import Section
 class Parallelism(Section):
     """How the ranks share the work; the tp degree is the folder's own, dp is what remains of the world."""
 
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """full: keep only the input of each layer and run its forward again in backward."""
+    data_parallel: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: each dp rank holds everything. fsdp: weights, gradients and optimizer state are shared out over dp."""
+    reshard_after_forward: bool = True
+    """For fsdp: give the other ranks' weights back after each layer's forward, and fetch them again for backward."""
+    cpu_offload: bool = False
+    """For fsdp: weights, gradients and optimizer state lie in the machine's memory, and the update is made there."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What backward runs again: selective all but matmuls and attention; full each layer's whole forward."""
     compile: bool = False
     """Compile each layer with torch.compile."""
     sequence_parallel: bool = False
     """Between cut regions each tp rank has a slice of the sequence; seq_len must be a multiple of tp."""
     bucket_mb: float = Field(25.0, gt=0)
-    """Gradients are summed over dp in buckets of this size."""
+    """For ddp: gradients are summed over dp in buckets of this size."""
+    pp: int = Field(1, ge=1)
+    """Pipeline stages. There is one: the trainer knows tp and dp."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Parallelism:
+        if self.pp > 1:
+            raise ValueError(f"pp is {self.pp}, but the trainer has no pipeline stages; use more tp, or fsdp over dp")
+        if self.cpu_offload and self.data_parallel != "fsdp":
+            raise ValueError("cpu_offload needs data_parallel: fsdp")
+        return self
 
 
 class Training(Section):
@@ -49,8 +67,13 @@ class Training(Section):
     global_batch_size: int | None = Field(None, ge=1)
     """Sequences of one optimizer step: micro_batch_size x dp x accumulation. Default: no accumulation."""
     seq_len: int = Field(512, ge=2)
-    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
-    """bf16: autocast over fp32 parameters; fp64 is for proofs."""
+    precision: Literal["bf16", "fp16", "fp32", "fp64", "fp8"] = "bf16"
+    """bf16, fp16: autocast over fp32 parameters. fp8: bf16 with the products of linear layers in fp8, by torchao.
+    fp64 is for proofs."""
+    loss_scale: float = Field(65536.0, gt=0)
+    """For fp16: what the loss is multiplied by at first. Halved by a step that overflows, which is skipped."""
+    loss_scale_window: int = Field(2000, ge=1)
+    """For fp16: good steps after which the scale is doubled."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(3e-4, gt=0)
     min_lr: float = Field(0.0, ge=0)
@@ -85,6 +108,8 @@ class Checkpoint(Section):
     """Newest checkpoints that stay."""
     resume: str = "none"
     """``auto`` (the newest complete step of the output folder), ``none``, or the path of a step folder."""
+    asynchronous: bool = True
+    """Training goes on while a step is being written, out of a copy in the machine's memory."""
 
 
 class Logging(Section):
@@ -107,6 +132,11 @@ class Config(Section):
     def to_yaml(self) -> str:
         """The whole configuration with every default written out."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a configuration file, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -227,3 +257,7 @@ def _near(path: str, candidates: Sequence[str]) -> str:
     short = {c.rpartition(".")[2]: c for c in candidates}
     found = difflib.get_close_matches(last, list(short), n=1, cutoff=0.5)
     return f" Did you mean {short[found[0]]}?" if found else ""
+
+
+if __name__ == "__main__":  # python -m tpconvert.train.config docs/schemas/train-config.schema.json
+    Path(sys.argv[1]).write_text(json.dumps(schema(), indent=2) + "\n", encoding="utf-8")

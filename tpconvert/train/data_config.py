@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from tpconvert.train.section import Section
+from tpconvert.train.section import Section, one_or_many
 
 
 class Data(Section):
     """Where the text is and what is learned from it."""
 
-    path: tuple[str, ...] = Field(min_length=1)
+    path: tuple[str, ...] = Field(min_length=1, json_schema_extra=one_or_many)
     """Files, folders or globs, relative to the current folder."""
     objective: Literal["causal", "masked"] = "causal"
     format: Literal["auto", "text", "jsonl"] = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import random
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tpconvert.checkpoint import read_manifest, read_plan
@@ -20,9 +23,11 @@ from tpconvert.train import data, state, text
 from tpconvert.train.config import Config, accumulation
 from tpconvert.train.data import Batch, Batches
 from tpconvert.train.metrics import Metrics
-from tpconvert.train.model import DTYPES, Model, build, limits, open_module, speed_up
+from tpconvert.train.model import Model, build, layers_of, limits, master_dtype, open_module, speed_up
 from tpconvert.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from tpconvert.train.ranks import gathered, same_buffers, sum_gradients, summed_over_dp, together, totals
+from tpconvert.train.scaling import Scale, first_scale
+from tpconvert.train.shards import share_out
 from tpconvert.train.state import Progress, Run
 
 
@@ -85,43 +90,68 @@ def run_steps(
 ) -> list[float]:
     """All steps from ``progress`` to the last, or to where some rank is told to stop."""
     mesh, training, losses = run.mesh, run.config.training, []
-    step, position, saved = progress.step, progress.position, progress.step
-    upcoming = batches.steps(position)
+    first, saves = progress.step, state.Saves(run, model.module, optimizer, metrics.say)
+    upcoming = batches.steps(progress.position)
 
-    def save() -> None:
-        restart_clock = metrics.pause()
-        metrics.say(f"saved {state.save_step(run, model.module, optimizer, step, position)}")
-        restart_clock()
-
-    while step < training.steps:
+    while progress.step < training.steps:
         micros, after = next(upcoming)
-        labels, stop = totals(mesh, [data.count_labels(micros), int(stopped())])
+        labels, stop, writing = totals(mesh, [data.count_labels(micros), int(stopped()), int(saves.writing)])
+        if not writing:
+            saves.finish()
         if stop:
-            metrics.say(f"told to stop after step {step}")
+            metrics.say(f"told to stop after step {progress.step}")
             break
-        if step == progress.step:
+        step = progress.step + 1
+        if progress.step == first:
             data.check_fingerprints(gathered(mesh, data.fingerprint(micros)), mesh.degree)
-        step, position = step + 1, after
         rate = learning_rate(step, training)
         set_learning_rate(optimizer, rate)
-        loss = run_micro_batches(model, micros, max(labels // mesh.degree, 1), seed=training.seed, step=step)
-        sum_gradients(model.module, mesh, int(run.config.parallelism.bucket_mb * 2**20))
-        norm = clip(run, model)
-        optimizer.step()
-        optimizer.zero_grad()
-        same_buffers(model.module, mesh)
+        loss, norm, scale = take_step(run, model, optimizer, micros, max(labels // mesh.degree, 1), progress)
+        if not math.isfinite(norm):
+            metrics.say(f"step {step}: gradients overflow fp16, so no weight is changed; loss scale {scale.value:g}")
+        progress = Progress(step, after, scale=scale)
+
         metrics.count(batches.step_size * training.seq_len)
-        if step % run.config.logging.every == 0 or step in (progress.step + 1, training.steps):
-            losses.append(check_finite(summed_over_dp(loss, mesh).item(), step))
-            metrics.log(
-                step, loss=losses[-1], lr=rate, grad_norm=norm.item(), epoch=position.epoch, memory_gib=memory(mesh)
-            )
+        if step % run.config.logging.every == 0 or step in (first + 1, training.steps):
+            losses.append(loss)
+            metrics.log(step, loss=loss, lr=rate, grad_norm=norm, epoch=after.epoch, memory_gib=memory(mesh))
         if run.config.checkpoint.every and step % run.config.checkpoint.every == 0:
-            save()
-            saved = step
-    if step > saved:
-        save()
+            restart_clock = metrics.pause()
+            saves.begin(progress)
+            restart_clock()
+    if progress.step > first:
+        saves.end(progress)
     return losses
+
+
+def take_step(
+    run: Run,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    micros: Sequence[Batch],
+    labels: int,
+    progress: Progress,
+) -> tuple[float, float, Scale]:
+    """One update by this dp rank's micro-batches, ``labels`` being those of all: ``(loss, gradient norm, new scale)``.
+
+    All ranks see the same two numbers, so all update their weights or none does.
+    """
+    mesh, training = run.mesh, run.config.training
+    scale = first_scale(training, progress.scale)
+    shares = run_micro_batches(model, micros, labels, scale.value, training.seed, progress.step + 1)
+    sum_gradients(model.module, mesh, int(run.config.parallelism.bucket_mb * 2**20))
+    scale.undo(model.module)
+    norm = clip(run, model)
+    total = summed_over_dp(shares.sum(), mesh)
+    loss, size = torch.stack([total, norm.to(total)]).tolist()  # the one wait for the GPU in a step
+
+    if not math.isfinite(loss) or not (math.isfinite(size) or training.precision == "fp16"):
+        raise no_number(run, micros, shares, loss=loss, norm=size, progress=progress)
+    if math.isfinite(size):
+        optimizer.step()
+    optimizer.zero_grad()
+    same_buffers(model.module, mesh)
+    return loss, size, scale.after(size, training)
 
 
 def open_batches(run: Run, tokens: text.Tokens, tokenizer: text.Tokenizer) -> Batches:
@@ -136,7 +166,7 @@ def open_batches(run: Run, tokens: text.Tokens, tokenizer: text.Tokenizer) -> Ba
 def open_model(run: Run, start: Path, progress: Progress, trust_remote_code: bool) -> Model:
     """This rank's part of the model, with the weights in ``start``."""
     config, mesh = run.config, run.mesh
-    dtype = DTYPES[config.training.precision]
+    dtype = master_dtype(config.training.precision)
     tensors = state.load_tensors(start, mesh, dtype, masters=progress.step > 0)
     sliced, length = config.parallelism.sequence_parallel, config.training.seq_len
     if sliced and length % mesh.degree:
@@ -153,18 +183,21 @@ def open_model(run: Run, start: Path, progress: Progress, trust_remote_code: boo
         sliced,
     )
     speed_up(module, config.parallelism)
-    return Model(module, call, cut, mesh, not config.data.pack, config.training.precision)
+    shards = share_out(module, list(layers_of(module)), mesh, config.parallelism)
+    return Model(module, call, cut, mesh, not config.data.pack, config.training.precision, shards)
 
 
-def run_micro_batches(model: Model, micros: Sequence[Batch], labels: int, *, seed: int, step: int) -> Tensor:
-    """This dp rank's share of the mean loss over all ``labels`` of the step; leaves the gradients of that share."""
-    total = torch.zeros((), device=model.mesh.device, dtype=torch.float64)
+def run_micro_batches(model: Model, micros: Sequence[Batch], labels: int, scale: float, seed: int, step: int) -> Tensor:
+    """Each micro-batch's share of the mean loss over all ``labels`` of the step; leaves their gradients x ``scale``."""
+    shares = []
     for number, micro in enumerate(micros):
         seed_micro_batch(model.mesh, seed, step, number)
         loss = model.loss(micro.to(model.mesh.device)) / labels
-        loss.backward()
-        total += loss.detach()
-    return total
+        scaled = loss * scale
+        model.shards.before_backward(model.module, scaled, last=number == len(micros) - 1)
+        scaled.backward()
+        shares.append(loss.detach().double())
+    return torch.stack(shares)
 
 
 def seed_micro_batch(mesh: Mesh, seed: int, step: int, number: int) -> None:
@@ -184,13 +217,33 @@ def clip(run: Run, model: Model) -> Tensor:
     return clip_grad_norm_(model.module, largest, run.mesh, run.plan)
 
 
-def check_finite(loss: float, step: int) -> float:
-    """The loss, if it is a number."""
-    if not math.isfinite(loss):
-        raise TrainError(
-            f"Step {step}: the loss is {loss}.", hint="Lower training.lr, add warmup_steps, or resume an earlier step."
-        )
-    return loss
+def no_number(
+    run: Run, micros: Sequence[Batch], shares: Tensor, *, loss: float, norm: float, progress: Progress
+) -> TrainError:
+    """The error of a step whose loss or gradient is no number; its batch is left in the output folder."""
+    step, mesh = progress.step + 1, run.mesh
+    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+    stem = run.output / f"bad-step-{step}"
+    if mesh.rank == 0:
+        tensors = {
+            f"{number}.{name}": value
+            for number, micro in enumerate(micros)
+            for name, value in (("ids", micro.ids), ("labels", micro.labels), ("attention", micro.attention))
+        }
+        told = {"step": step, "position": str(progress.position), "losses": str(shares.tolist())}
+        with contextlib.suppress(OSError, SafetensorError):  # the first thing to say is what went wrong
+            save_file(tensors, f"{stem}-dp-{mesh.dp_rank}.safetensors", {k: str(v) for k, v in told.items()})
+    bad = [
+        f"dp rank {rank // mesh.degree}, micro-batch {number}"
+        for rank, each in enumerate(gathered(mesh, shares.tolist()))
+        for number, share in enumerate(each)
+        if rank % mesh.degree == 0 and not math.isfinite(share)
+    ]
+    return TrainError(
+        f"Step {step}: {what}{f' ({bad[0]}' + (f' and {len(bad) - 1} more' if bad[1:] else '') + ')' if bad else ''}. "
+        f"No weight was changed; the batch is in {stem}-dp-*.safetensors.",
+        hint="Lower training.lr, add warmup_steps, or resume an earlier step.",
+    )
 
 
 def memory(mesh: Mesh) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import Mesh, cross_entropy, load_local, parallelize
@@ -28,9 +28,19 @@ from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Boundary, Plan
 from tpconvert.train.config import Parallelism
 from tpconvert.train.data import IGNORE, Batch
+from tpconvert.train.shards import Shards
 
-DTYPES = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
-"""Of parameters, gradients and optimizer state; bf16 is a matter of autocast."""
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""What a forward runs in, where that is not the dtype of the parameters."""
+
+
+def master_dtype(precision: str) -> torch.dtype:
+    """Of parameters, gradients and optimizer state."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+_DEAR = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "_scaled_mm", "_grouped_mm")
+"""Products and attention, which selective checkpointing runs once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +73,12 @@ class Model:
     mesh: Mesh
     padded: bool
     precision: str
+    shards: Shards
 
     def loss(self, batch: Batch) -> Tensor:
         """The sum of the cross entropies of all labels, the same on each tp rank."""
-        with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        low = AUTOCAST.get(self.precision)
+        with torch.autocast(self.mesh.device.type, low, enabled=low is not None):
             logits = logits_of(self.call(self.module, batch, padded=self.padded))
         if self.cut:
             return cross_entropy(logits, batch.labels, self.mesh, self.cut, ignore_index=IGNORE, reduction="sum")
@@ -204,11 +216,25 @@ def speed_up(module: nn.Module, settings: Parallelism) -> None:
             f"{type(module).__name__} has no list of equal layers to checkpoint or compile.",
             hint="Set parallelism.activation_checkpointing: none and parallelism.compile: false.",
         )
+    selective = functools.partial(create_selective_checkpoint_contexts, _keep_or_repeat)
     for layer in layers:
         if settings.activation_checkpointing == "full":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        if settings.activation_checkpointing == "selective":
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=selective)
         if settings.compile:
             layer.compile()
+
+
+def _keep_or_repeat(_context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    """Keep what is dear to compute or to fetch, and run the rest again in backward.
+
+    The place a collective writes to is no output of an op, so it is made again; only what the traced ones
+    return is kept.
+    """
+    name = str(op)
+    dear = any(name.startswith(f"aten.{kind}") for kind in _DEAR) or name.startswith("_c10d_functional.")
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _moved(value: Any, device: torch.device) -> Any:

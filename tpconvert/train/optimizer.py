@@ -7,8 +7,12 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tpconvert.train.config import Training
+
+FUSED = ("cpu", "cuda", "mps", "xpu")
+"""Devices where torch has one kernel for all of AdamW, for real parameters."""
 
 
 def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], training: Training) -> torch.optim.Optimizer:
@@ -21,7 +25,8 @@ def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], training: Training
     groups = [group for group in groups if group["params"]]
     if training.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=training.lr, momentum=training.momentum)
-    return torch.optim.AdamW(groups, lr=training.lr, betas=training.betas, eps=training.eps, fused=True)
+    fused = all(p.is_floating_point() and p.device.type in FUSED for p in parameters)
+    return torch.optim.AdamW(groups, lr=training.lr, betas=training.betas, eps=training.eps, fused=fused)
 
 
 def learning_rate(step: int, training: Training) -> float:
@@ -72,9 +77,16 @@ def load_optimizer_tensors(
     state = optimizer.state_dict()
     state["state"] = {}
     for name, parameter in named.items():
-        entry = {kind: tensors[name] for kind, tensors in kinds.items() if name in tensors}
+        entry = {kind: _like(parameter, tensors[name]) for kind, tensors in kinds.items() if name in tensors}
         if name in updates:
             entry["step"] = torch.tensor(updates[name], dtype=torch.float32)
         if entry:
             state["state"][numbers[parameter]] = entry
     optimizer.load_state_dict(state)
+
+
+def _like(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    """The tensor, or what this dp rank has of it where FSDP shards the parameter."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tpconvert.errors import TPConvertError
 from tpconvert.parallel.mesh import Mesh
@@ -54,10 +55,13 @@ def together(mesh: Mesh, act: Callable[[], T]) -> T:
 
 
 def sum_gradients(module: nn.Module, mesh: Mesh, bucket_bytes: int) -> None:
-    """Replace every gradient by its sum over dp; one that only some dp ranks have counts as zero on the others."""
-    if mesh.dp_group is None:
+    """Replace every gradient by its sum over dp; one that only some dp ranks have counts as zero on the others.
+
+    FSDP has summed those of the parameters that it shards.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if mesh.dp_group is None or not parameters:
         return
-    parameters = [p for p in module.parameters() if p.requires_grad]
     there = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
     dist.all_reduce(there, dist.ReduceOp.MAX, group=mesh.dp_group)
     grads = []

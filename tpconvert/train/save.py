@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -47,20 +49,70 @@ def save(
     ``groups`` are more tensors by the names of their parameters, ``beside`` texts of further files.  OUT appears
     complete or not at all.
     """
-    base, out = Path(base), Path(out)
-    held, plan = read_manifest(base), read_plan(base)
-    tensors, every = _to_store(module, held, groups or {})
-    made = replace(held, tp=mesh.degree, groups={g: entries_like(held.tensors, t) for g, t in every.items()})
-    first = mesh.rank == 0 and mesh.dp_rank == 0
+    Save(module, Path(base), Path(out), mesh, groups=groups, beside=beside, force=force).finish()
 
-    def write() -> None:
-        if mesh.dp_rank == 0:
-            write_rank(partial_path(out), mesh.rank, mesh.degree, tensors, every)
 
-    with contextlib.ExitStack() as stack:
-        new = together(mesh, lambda: _begin(stack, base, out, held, beside or {}, force) if first else None)
-        together(mesh, write)
-        together(mesh, lambda: finish(new, made, plan) if new is not None else None)
+class Save:
+    """OUT on its way: begun when this is made, complete when :meth:`finish` returns; every rank must call both.
+
+    In the background a thread writes a copy of the values, which may change meanwhile; else :meth:`finish` writes.
+    Threads say nothing to one another: what the ranks agree on, they agree on in these two calls.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        base: Path,
+        out: Path,
+        mesh: Mesh,
+        *,
+        groups: Mapping[str, Mapping[str, Tensor]] | None = None,
+        beside: Mapping[str, str] | None = None,
+        force: bool = False,
+        background: bool = False,
+    ) -> None:
+        held, self._plan = read_manifest(base), read_plan(base)
+        self.out, self._mesh, self._error = out, mesh, None
+        first = mesh.rank == 0 and mesh.dp_rank == 0
+        with contextlib.ExitStack() as stack:
+            self._new = together(mesh, lambda: _begin(stack, base, out, held, beside or {}, force) if first else None)
+            self._tensors, self._groups = _to_store(module, held, groups or {}, mesh, copied=background)
+            made = {g: entries_like(held.tensors, t) for g, t in self._groups.items()}
+            self._made = replace(held, tp=mesh.degree, groups=made)
+            self._stack = stack.pop_all()
+        self._thread = threading.Thread(target=self._write_alone, daemon=True) if background else None
+        if self._thread is not None:
+            self._thread.start()
+
+    _error: Exception | None
+
+    @property
+    def running(self) -> bool:
+        """Whether this rank still writes in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for all ranks and put OUT in its place; on an error of any, all raise it and nothing is left."""
+        with self._stack:
+            if self._thread is not None:
+                self._thread.join()
+            together(self._mesh, self._write if self._thread is None else self._raise)
+            together(self._mesh, lambda: finish(self._new, self._made, self._plan) if self._new is not None else None)
+
+    def _write(self) -> None:
+        if self._mesh.dp_rank == 0:
+            write_rank(partial_path(self.out), self._mesh.rank, self._mesh.degree, self._tensors, self._groups)
+        self._tensors, self._groups = {}, {}
+
+    def _write_alone(self) -> None:
+        try:
+            self._write()
+        except Exception as error:  # told by finish, on the thread that trains
+            self._error = error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def _begin(
@@ -79,18 +131,29 @@ def _begin(
 
 
 def _to_store(
-    module: nn.Module, held: Manifest, groups: Mapping[str, Mapping[str, Tensor]]
+    module: nn.Module, held: Manifest, groups: Mapping[str, Mapping[str, Tensor]], mesh: Mesh, *, copied: bool
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """``(tensors in the dtypes of the source, groups)``."""
-    live = {name: _whole(tensor) for name, tensor in planned_tensors(module, held.tensors) if name in held.tensors}
+    """``(tensors in the dtypes of the source, groups)``; but for those of the first dp rank, meta tensors."""
+    live = {n: t.detach() for n, t in planned_tensors(module, held.tensors) if n in held.tensors}
     if missing := held.tensors.keys() - live.keys():
         raise CheckpointError(f"{min(missing)}: the module has no parameter or buffer of that name to save.")
-    stored = {name: live[name].to(getattr(torch, entry.dtype)) for name, entry in held.tensors.items()}
-    masters = {name: tensor for name, tensor in live.items() if tensor.dtype != stored[name].dtype}
-    given = {g: {name: _whole(tensor) for name, tensor in t.items()} for g, t in groups.items()}
+    take = functools.partial(_taken, keep=mesh.dp_rank == 0, copied=copied)
+    stored, masters = {}, {}
+    for name, entry in held.tensors.items():
+        dtype, value = getattr(torch, entry.dtype), take(live[name])
+        stored[name] = value.to(dtype)
+        if value.dtype != dtype:
+            masters[name] = value
+    given = {g: {name: take(tensor.detach()) for name, tensor in t.items()} for g, t in groups.items()}
     return stored, given | ({MASTER: masters} if masters else {})
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """All of what this tp rank holds, of which FSDP may have left it a shard."""
-    return tensor.full_tensor() if isinstance(tensor := tensor.detach(), DTensor) else tensor
+def _taken(tensor: Tensor, *, keep: bool, copied: bool) -> Tensor:
+    """All of what this tp rank holds, of which FSDP may have left it a shard; where not to ``keep``, its shape."""
+    shared = isinstance(tensor, DTensor)
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not keep:
+        return whole.to("meta")
+    if shared or (copied and whole.device.type != "cpu"):  # the whole is nobody's but ours: off the GPU with it
+        return whole.to("cpu")
+    return whole.clone() if copied else whole

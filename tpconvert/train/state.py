@@ -13,12 +13,13 @@ Learning rate and random numbers are functions of the step, so they need no room
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ from tpconvert.spec.plan import Plan
 from tpconvert.train.config import Config
 from tpconvert.train.data import Position
 from tpconvert.train.optimizer import load_optimizer_tensors, optimizer_tensors
-from tpconvert.train.save import MASTER, save
+from tpconvert.train.save import MASTER, Save
+from tpconvert.train.scaling import Scale
 
 TRAINER = "trainer.json"
 _OPTIMIZER = "optimizer."
@@ -54,6 +56,8 @@ class Progress:
     position: Position = field(default_factory=Position)
     updates: dict[str, float] = field(default_factory=dict)
     """Updates of each parameter by the optimizer."""
+    scale: Scale | None = None
+    """The loss scale; None before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,8 @@ def read_progress(folder: Path, resume: str) -> Progress:
         usual = data["updates"]
         names = read_manifest(folder).groups
         every = {name: usual["all"] for group in names for name in names[group] if group.startswith(_OPTIMIZER)}
-        return Progress(int(data["step"]), Position(**data["position"]), every | usual["but"])
+        scale = Scale(**data["loss_scale"]) if data.get("loss_scale") else None
+        return Progress(int(data["step"]), Position(**data["position"]), every | usual["but"], scale)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
 
@@ -151,16 +156,76 @@ def load_optimizer(
     load_optimizer_tensors(optimizer, stored_parameters(module, held), kinds, updates)
 
 
-def save_step(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, step: int, position: Position) -> Path:
-    """Write ``step-N`` by all ranks: complete under its name, or not at all; then remove those beyond ``keep``."""
-    out = run.output / f"step-{step}"
+def begin_step(
+    run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, *, background: bool
+) -> Save:
+    """Begin to write ``step-N``, by all ranks: it will be complete under its name, or not there."""
     kinds, updates = optimizer_tensors(optimizer, stored_parameters(module, read_manifest(run.base)))
-    groups = {_OPTIMIZER + kind: tensors for kind, tensors in kinds.items()}
-    trainer = json.dumps(_trainer(run, Progress(step, position, updates)), indent=1) + "\n"
-    save(module, run.base, out, run.mesh, groups=groups, beside={TRAINER: trainer}, force=True)
-    if run.first:
-        _forget(run.output, run.config.checkpoint.keep, out)
-    return out
+    trainer = json.dumps(_trainer(run, replace(progress, updates=updates)), indent=1) + "\n"
+    return Save(
+        module,
+        run.base,
+        run.output / f"step-{progress.step}",
+        run.mesh,
+        groups={_OPTIMIZER + kind: tensors for kind, tensors in kinds.items()},
+        beside={TRAINER: trainer},
+        force=True,
+        background=background,
+    )
+
+
+class Saves:
+    """The steps that a run writes, at most one at a time.  One that fails costs that step and not the run."""
+
+    def __init__(self, run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, say: Callable[[str], None]):
+        self._run, self._module, self._optimizer, self._say = run, module, optimizer, say
+        self._open: Save | None = None
+        self.last: int | None = None
+        """The last step that is complete on disk, of those of this run."""
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank is still busy with a step in the background."""
+        return self._open is not None and self._open.running
+
+    def begin(self, progress: Progress) -> None:
+        """Save this step, in the background if so configured; the step before it is finished first."""
+        self.finish()
+        background = self._run.config.checkpoint.asynchronous
+        with self._told():
+            self._open = begin_step(self._run, self._module, self._optimizer, progress, background=background)
+        if not background:
+            self.finish()
+
+    def finish(self) -> None:
+        """Complete the step that is on its way, if one is; every rank must call it."""
+        if self._open is not None:
+            with self._told():
+                self._complete()
+
+    def end(self, progress: Progress) -> None:
+        """Leave this step complete on disk, or raise: after it there is no other chance."""
+        self.finish()
+        if self.last != progress.step:
+            self._open = begin_step(self._run, self._module, self._optimizer, progress, background=False)
+            self._complete()
+
+    def _complete(self) -> None:
+        save, self._open = self._open, None
+        assert save is not None
+        save.finish()
+        self.last = _number(save.out)
+        if self._run.first:
+            _forget(self._run.output, self._run.config.checkpoint.keep, save.out)
+        self._say(f"saved {save.out}")
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            last = "none is saved yet" if self.last is None else f"the last good one is step-{self.last}"
+            self._say(f"NOT SAVED: {error} Training goes on; {last}.")
 
 
 def stored_parameters(module: nn.Module, held: Manifest) -> dict[str, nn.Parameter]:
@@ -175,6 +240,7 @@ def _trainer(run: Run, progress: Progress) -> dict[str, Any]:
         "format": _FORMAT,
         "step": progress.step,
         "position": asdict(progress.position),
+        "loss_scale": progress.scale and asdict(progress.scale),
         "updates": {"all": usual, "but": {n: u for n, u in progress.updates.items() if u != usual}},
         "tp": run.mesh.degree,
         "dp": run.mesh.dp_degree,
