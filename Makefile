@@ -41,7 +41,7 @@ fmt: $(READY)
 	$(PY) -m ruff format .
 
 coverage: $(READY)
-	$(PY) benchmarks/coverage.py run --ranks
+	$(PY) benchmarks/coverage.py run --ranks --tp 3 4 --jobs 2
 	$(PY) benchmarks/coverage.py render
 
 test-coverage: $(READY)

@@ -1,7 +1,9 @@
 """Which model types of transformers are cut, and equal?  Each in its own process, the results in a file that grows.
 
-python benchmarks/coverage.py run [--out FILE] [--ranks] [TYPE ...]   measures what FILE does not hold yet
-python benchmarks/coverage.py render [--out FILE]                     writes docs/coverage.md and docs/coverage.jsonl
+python benchmarks/coverage.py run [--out FILE] [--ranks] [--tp N ...] [--jobs N] [-- TYPE ...]
+    measures what FILE does not hold yet; stop it and start it again as you like
+python benchmarks/coverage.py render [--out FILE]
+    writes docs/coverage.md and docs/coverage.jsonl
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import resource
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,14 +40,35 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "coverage.jsonl")
     parser.add_argument("--ranks", action="store_true", help="also compare on real gloo ranks")
     parser.add_argument("--tp", type=int, nargs="*", default=[], help="degrees beside 2 that are emulated")
+    parser.add_argument("--jobs", type=int, default=1, help="types that are measured at a time")
     parser.add_argument("--again", action="store_true", help="measure the named types even if FILE holds them")
     given = parser.parse_intermixed_args()
     if given.do == "render":
         from benchmarks.zoo.render import render
+        from benchmarks.zoo.types import model_types
 
-        render(given.out, ROOT / "docs")
+        render(given.out, ROOT / "docs", model_types())
+    elif given.jobs > 1:
+        deal(given.jobs, given)
     else:
         run(given.types, given.out, ranks=given.ranks, again=given.again, degrees=tuple(given.tp))
+
+
+def deal(jobs: int, given: argparse.Namespace) -> None:
+    """Run as many of this program, each with its part of the types; they append to one file."""
+    from benchmarks.zoo.types import model_types
+
+    held = set() if given.again else {line["type"] for line in lines(given.out)}
+    todo = [t for t in given.types or model_types() if t not in held]
+    options = ["--out", str(given.out), *["--ranks"] * given.ranks, *["--again"] * given.again]
+    options += ["--tp", *map(str, given.tp)] if given.tp else []
+    mine = [sys.executable, __file__, "run", *options, "--"]
+    parts = [part for i in range(jobs) if (part := todo[i::jobs])]
+    started = [subprocess.Popen([*mine, *part]) for part in parts]
+    try:
+        sys.exit(max((process.wait() for process in started), default=0))
+    except KeyboardInterrupt:
+        sys.exit(130)  # which they have got too
 
 
 def run(types: list[str], out: Path, *, ranks: bool, again: bool, degrees: tuple[int, ...] = ()) -> None:
@@ -74,8 +98,8 @@ def run(types: list[str], out: Path, *, ranks: bool, again: bool, degrees: tuple
             if pool and keep and found.get("outcome") in ("equal", "not equal") and keep.exists():
                 found["ranks"] = on_ranks(pool, keep)
             found |= versions | {"date": time.strftime("%Y-%m-%d")}
-            with out.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+            with out.open("ab", buffering=0) as file:  # one write, since others may append too
+                file.write(json.dumps(found).encode() + b"\n")
             print(f"{i + 1}/{len(todo)} {name}: {found['outcome']} {found.get('why', '')[:160]}", flush=True)
     if pool:
         pool.close()
@@ -104,12 +128,13 @@ def apart(name: str, keep: Path | None, degrees: tuple[int, ...] = ()) -> dict[s
     os.close(reading)
     if late:
         os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
+    _, status, used = os.wait4(child, 0)
     late = late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL))
     found: dict[str, Any] = {"type": name}
     for line in text.splitlines():
         found |= json.loads(line)
     found["seconds"] = round(time.monotonic() - start, 1)
+    found["cpu_s"] = round(used.ru_utime + used.ru_stime, 1)
     if "outcome" not in found:
         stage = found.get("stage", "start")
         why = f"longer than {SECONDS} s" if late else f"the process died with status {status}"

@@ -6,22 +6,23 @@ import signal
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.zoo.mend import divisible, fit, lessen, mend
-from benchmarks.zoo.small import ATTEMPTS, small
+from benchmarks.zoo.small import ATTEMPTS, Attempt, small
 from benchmarks.zoo.types import class_names
 from tpconvert.source import Source, twin
 from tpconvert.source.frugal import frugal
 from tpconvert.source.huggingface import _from_config, quiet
-from tpconvert.source.inputs import Search
+from tpconvert.source.inputs import Search, media_in
 
 MANY = 12_000_000
 """Parameters above which checking takes too long."""
@@ -30,10 +31,16 @@ MENDED = 12
 """Numbers of a configuration that are supplied at most, and the rounds of it."""
 REFUSALS = 4
 """How many refused inputs are looked at for what a configuration lacks."""
+MORE = 3
+"""Attempts after the first that runs, while images or sounds are missing."""
 SAME = 4
 """After so many attempts that fail alike, others are not made."""
 QUICK, SLOW = 0.6, 3.0
 """Seconds that one forward of a twin, or of a small model, may take."""
+LIGHT, HEAVY = 20_000_000, 200_000_000
+"""Numbers that one forward may make: all are kept, in float64, for the whole model and for every rank."""
+SMALLER = (4, 16)
+"""What the sides of images are divided by, once more, where a model that runs is not light."""
 TWIN_SECONDS, SMALL_SECONDS = 8, 16
 """How long a twin may take, and how long all other attempts with one class."""
 
@@ -62,6 +69,8 @@ class Built:
     inputs: dict[str, Any]
     by: str
     """``twin``, or ``small`` and how much smaller."""
+    made: int = 0
+    """How many numbers one forward makes."""
 
 
 def build(model_type: str) -> Built:
@@ -98,8 +107,7 @@ def _by_twin(model_type: str, make: Any, config: Any) -> Built:
     count = sum(p.numel() for p in source.module.parameters())
     if count > MANY:
         raise NotBuiltError(f"the twin has {count / 1e6:.0f} M parameters")
-    built = _run(source.build(), dict(source.inputs), "twin", QUICK)
-    return built
+    return _run(source.build(), dict(source.inputs), "twin", QUICK)
 
 
 def _none() -> Any:
@@ -107,24 +115,63 @@ def _none() -> Any:
 
 
 def _by_small(model_type: str, make: Any, config: Any) -> Built:
+    """The first attempt that runs; others go on while images or sounds are refused, and the richest counts."""
     errors: list[Exception] = []
-    for attempt in ATTEMPTS:
-        smaller = small(config, attempt)
-        divisible(smaller)
-        poorer: Built | None = None
-        for _ in range(MENDED):
-            found, refusals = _at_size(make, smaller, f"small: widths / {attempt.width}, images / {attempt.image}")
-            poorer = found or poorer
-            if found is None:
-                errors += refusals[:1]
-            if not any(_changed(smaller, error) for error in refusals):
+    best: tuple[Attempt, Built] | None = None
+    more = MORE
+    try:
+        for attempt in ATTEMPTS:
+            found, poor = _by_attempt(make, config, attempt, errors)
+            if found is not None and (best is None or media_in(found.inputs) > media_in(best[1].inputs)):
+                best = attempt, found
+            more -= best is not None
+            if (best is not None and not poor) or more < 0 or _alike(errors):
                 break
-        if poorer is not None:
-            return poorer
-        if [str(e) for e in errors].count(str(errors[-1])) > SAME:
-            break
+        if best is not None:
+            return _lighter(make, config, *best)
+    except _OutOfTimeError:
+        if best is None:
+            raise
+        return best[1]
     # The first is the one nearest to the model; the last one may only say that it is too large.
     raise errors[0]
+
+
+def _alike(errors: list[Exception]) -> bool:
+    return bool(errors) and [str(e) for e in errors].count(str(errors[-1])) > SAME
+
+
+def _by_attempt(make: Any, config: Any, attempt: Attempt, errors: list[Exception]) -> tuple[Built | None, bool]:
+    """The richest module that runs at a size, mended as often as that helps, and whether it lacks what others have.
+
+    What was refused goes to ``errors``.
+    """
+    smaller = small(config, attempt)
+    divisible(smaller)
+    poorer: Built | None = None
+    for _ in range(MENDED):
+        found, refusals = _at_size(make, smaller, f"small: widths / {attempt.width}, images / {attempt.image}")
+        poorer = found or poorer
+        if found is None:
+            errors += refusals[:1]
+        if not any(_changed(smaller, error) for error in refusals):
+            break
+    return poorer, found is None or bool(refusals)
+
+
+def _lighter(make: Any, config: Any, attempt: Attempt, found: Built) -> Built:
+    """A model that makes fewer numbers because its images are smaller, where one is needed and runs as well."""
+    best = found
+    with suppress(_OutOfTimeError):
+        for by in SMALLER:
+            if best.made <= LIGHT:
+                break
+            other, _ = _by_attempt(make, config, replace(attempt, image=attempt.image * by), [])
+            if other is not None and other.made < best.made and other.inputs.keys() >= best.inputs.keys():
+                best = other
+    if best.made > HEAVY:
+        raise NotBuiltError(f"one forward makes {best.made / 1e6:.0f} M numbers, more than are kept for a comparison")
+    return best
 
 
 def _changed(config: Any, error: Exception) -> bool:
@@ -147,7 +194,7 @@ def _at_size(make: Any, config: Any, by: str) -> tuple[Built | None, list[Except
         refused = sorted(search.refused, key=lambda refusal: -refusal.reached)
         if any(refusal.given is inputs for refusal in refused):
             return None, [refusal.error for refusal in refused[:REFUSALS]]
-        richer = [refusal.error for refusal in refused if refusal.given.keys() - inputs.keys()]
+        richer = [refusal.error for refusal in refused if media_in(refusal.given) - media_in(inputs)]
         return _run(module, inputs, by, SLOW), richer[:REFUSALS]
     except Exception as error:
         return None, [error]
@@ -156,11 +203,23 @@ def _at_size(make: Any, config: Any, by: str) -> tuple[Built | None, list[Except
 def _run(module: nn.Module, inputs: dict[str, Any], by: str, seconds: float) -> Built:
     module.eval()
     start = time.process_time()
-    with torch.no_grad():
+    with torch.no_grad(), _Made() as made:
         module(**inputs)
     if time.process_time() - start > seconds:
         raise NotBuiltError(f"one forward takes longer than {seconds} s")
-    return Built(module.float(), inputs, by)
+    return Built(module.float(), inputs, by, made.count)
+
+
+class _Made(TorchFunctionMode):
+    """Counts the numbers in what the ops called within it return."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, list | tuple) else (out,):
+            self.count += value.numel() if isinstance(value, torch.Tensor) else 0
+        return out
 
 
 @contextmanager

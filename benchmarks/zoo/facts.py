@@ -28,21 +28,29 @@ def linear_like(module: nn.Module) -> set[str]:
 
 
 def agreement(module: nn.Module, plan: Any) -> dict[str, Any]:
-    """Of the weights that transformers' own plan cuts: how many are cut along the same dim, another, and not at all."""
+    """Of the weights that transformers' own plan cuts: how many are cut along the same dim, another, and not at all.
+
+    And how many are cut here that it leaves whole.
+    """
     wanted = {k: d for k, v in (getattr(module, "tp_plan", None) or {}).items() if (d := _dim(str(v))) is not None}
     counts = {"same": 0, "other": 0, "whole": 0}
     differ: dict[str, str] = {}
+    more = 0
     linear = linear_like(module)
     for verdict in plan.verdicts:
         place = verdict.name.removesuffix(".weight")
         dim = next((d for k, d in wanted.items() if re.fullmatch(_pattern(k), place)), None)
-        if dim is None or verdict.name not in linear or len(verdict.shape) != 2 or verdict.tied_to:
+        if verdict.name not in linear or len(verdict.shape) != 2 or verdict.tied_to:
+            continue
+        if dim is None:
+            more += verdict.layout.cut
             continue
         kind = "whole" if not verdict.layout.cut else "same" if verdict.layout.dim == dim else "other"
         counts[kind] += 1
         if kind != "same":
             differ.setdefault(re.sub(r"\d+", "*", verdict.name), f"{kind}: {verdict.reason}")
-    return {"theirs": counts, "theirs_differ": list(differ.items())[:6]} if sum(counts.values()) else {}
+    found = {"theirs": counts, "theirs_differ": list(differ.items())[:6], "more_than_theirs": more}
+    return found if sum(counts.values()) else {}
 
 
 def _dim(style: str) -> int | None:

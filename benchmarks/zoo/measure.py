@@ -54,7 +54,8 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
         return tell({"outcome": "refused", "why": f"{type(error).__name__}: {error}"})
     except Exception as error:
         return tell(crashed(error, "plan"))
-    tell(_of_plan(plan) | {"linear_cut": _share([v for v in plan.verdicts if v.name in linear and not v.tied_to])})
+    linear_ones = [v for v in plan.verdicts if v.name in linear and not v.tied_to]
+    tell(_of_plan(plan) | {"linear_cut": _share(linear_ones), "linear_whole": _left_whole(linear_ones)})
     tell(facts.agreement(module, plan))
     tell({"plan_s": round(time.monotonic() - start, 1), "stage": "emulate"})
     kept = keep is not None and _kept(module, inputs, plan, keep)
@@ -170,6 +171,12 @@ def _of_plan(plan: Any) -> dict[str, Any]:
         "notes": list(plan.notes)[:8],
         "patterns": dict(Counter(v.pattern for v in own if v.pattern)),
     }
+
+
+def _left_whole(verdicts: list[Any]) -> list[list[Any]]:
+    """``[name with * for numbers, shape, reason]`` of those that stay whole, each once."""
+    found = {folded(v.name): [list(v.shape), v.reason] for v in reversed(verdicts) if not v.layout.cut}
+    return [[name, *rest] for name, rest in reversed(found.items())][:12]
 
 
 def _share(verdicts: list[Any]) -> float:

@@ -44,6 +44,8 @@ def mend(config: Any, error: BaseException) -> bool:
         return _sections(config, int(m[1]), [int(n) for n in m[2].split(",")])
     if m := re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", text):
         return _resized(config, int(m[2]), int(m[1]))
+    if m := re.search(r"to have (\d+) channels, but got (\d+) channels", text):
+        return _resized(config, int(m[1]), int(m[2]))
     if m := re.search(r"'(\w+)' object has no attribute '(\w+)'", text):
         for part in parts(config):
             if type(part).__name__ == m[1]:
@@ -80,6 +82,8 @@ def _resized(config: Any, had: int, wanted: int) -> bool:
         for name, value in list(vars(part).items()):
             if type(value) is int and value == had and re.search(r"(size|dim|d_model|channels)$", name):
                 return _set(part, name, wanted)
+            if _integers(value) and had in value and re.search(r"channel|(sizes|dims)$", name):
+                return _set(part, name, type(value)(wanted if n == had else n for n in value))
     return False
 
 

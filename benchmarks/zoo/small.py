@@ -92,10 +92,13 @@ def _shrink(config: Any, attempt: Attempt) -> None:
     layers = 0 if staged else next(named, 0)
     few = _few_layers(values, layers) if attempt.fewer else MANY_LAYERS
     marks = iter(range(VOCABULARY - 1, 0, -1))
+    standard = {own: name for name, own in getattr(config, "attribute_map", {}).items()}
     for name, value in values.items():
         if name.startswith("_"):
             continue
         new = _smaller(name, value, attempt, few, marks)
+        if new is value and name in standard:
+            new = _smaller(standard[name], value, attempt, few, marks)
         if _LAYERS.search(name) and type(value) is int and value in listed and name not in MAIN:
             continue  # what it counts is listed one by one, and the last of a list is often read
         if isinstance(value, list | tuple) and isinstance(layers, int) and len(value) == layers > few:
@@ -164,7 +167,7 @@ def _smaller(name: str, value: Any, attempt: Attempt, few: int, marks: Iterator[
         return value
     if name.endswith(("token_id", "token_ids", "token_index")):
         return next(marks) if value >= VOCABULARY else value
-    if "vocab_size" in name:
+    if "vocab_size" in name or name.endswith("_vocab"):
         return min(value, VOCABULARY)
     if name in GROUPS:
         return min(value, GROUPS[name])

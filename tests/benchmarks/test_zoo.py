@@ -28,6 +28,21 @@ def test_a_missing_number_is_taken_from_the_message():
     assert not mend(config, ValueError("something else"))
 
 
+def test_channels_in_a_list_are_made_those_that_come():
+    config = DepthAnythingConfig(neck_hidden_sizes=[6, 12, 24, 48])
+    error = (
+        "weight of size [16, 12, 1, 1], expected input[2, 96, 7, 7] to have 12 channels, but got 96 channels instead"
+    )
+    assert mend(config, RuntimeError(error))
+    assert config.neck_hidden_sizes == [6, 96, 24, 48]
+
+
+def test_numbers_are_known_by_their_standard_names_too():
+    config = LlamaConfig(attribute_map={"n_group": "clusters"})
+    config.clusters = 8
+    assert small(config, ATTEMPTS[0]).clusters == 2
+
+
 def test_rotary_sections_are_made_to_add_up():
     config = LlamaConfig()
     error = "split_with_sizes expects split_sizes to sum exactly to 16 (dimension -1), but got split_sizes=[16, 24, 24]"

@@ -180,6 +180,8 @@ def test_images_grow_to_what_the_model_has():
     assert found["pixel_values"].shape == (2, 3, 4, 12)
     found = next(resized(images, "Image size 8x6 is too small to be scaled", torch.zeros))
     assert found["pixel_values"].shape == (2, 3, 32, 24)
+    found = next(resized(images, "Input height (8) doesn't match model (16).", torch.zeros))
+    assert found["pixel_values"].shape == (2, 3, 16, 12)
 
 
 def test_text_becomes_as_long_as_what_it_meets():
@@ -188,6 +190,14 @@ def test_text_becomes_as_long_as_what_it_meets():
     books, text = list(resized(given, text, lambda *dims: torch.zeros(2, *dims)))
     assert books["input_ids"].shape == (2, 13, 8)
     assert text["input_ids"].shape == text["attention_mask"].shape == (2, 8)
+
+
+def test_a_mask_gets_as_many_places_as_there_are_features():
+    given = {"input_ids": torch.zeros(2, 13).long(), "attention_mask": torch.ones(2, 13), "places_mask": torch.ones(2, 13)}
+    text = "shape mismatch: value tensor of shape [8, 6] cannot be broadcast to indexing result of shape [26, 6]"
+    found = [given["places_mask"] for given in resized(given, text, lambda *dims: torch.zeros(2, *dims))]
+    assert found[-1].sum(1).tolist() == [4, 4]
+    assert found[-1].shape == (2, 17)
 
 
 class Seeing(Documented):
@@ -207,6 +217,53 @@ class Seeing(Documented):
 
 def test_words_alone_are_not_enough_where_images_were_nearly_taken():
     assert example_inputs(Seeing(Config()), Config()).keys() == {"input_ids", "pixel_values", "places"}
+
+
+class Marking(Documented):
+    """Wants a mark for each of six features of its two images, which only the whole of it can count."""
+
+    main_input_name = "input_ids"
+
+    def forward(self, input_ids, pixel_values=None):
+        marks = int((input_ids == 7).sum())
+        if pixel_values is not None and marks != 6:
+            raise ValueError(f"Image features and image tokens do not match, tokens: {marks}, features: 6")
+        return input_ids
+
+
+def test_an_error_asks_for_as_many_marks_as_there_are_features():
+    config = Config(image_token_id=7)
+    inputs = example_inputs(Marking(config), config)
+    assert (inputs["input_ids"] == 7).sum(1).tolist() == [3, 3]
+
+
+class Inner(nn.Module):
+    """Its image must have a side of its own, and makes two features."""
+
+    def get_image_features(self, pixel_values):
+        if pixel_values.shape[-1] != 5:
+            raise ValueError(f"Input width ({pixel_values.shape[-1]}) doesn't match model (5).")
+        return pixel_values.new_zeros(2, 2, 6)
+
+
+class Outer(Seeing):
+    """Has a part that can be asked for features."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.inner = Inner()
+
+    def forward(self, input_ids, pixel_values=None):
+        if pixel_values is not None:
+            assert (input_ids == 7).sum() == self.inner.get_image_features(pixel_values)[..., 0].numel()
+        return input_ids
+
+
+def test_a_tower_in_a_part_is_asked_with_images_of_its_size():
+    config = Config(image_token_id=7)
+    inputs = example_inputs(Outer(config), config)
+    assert inputs["pixel_values"].shape[-2:] == (5, 5)
+    assert (inputs["input_ids"] == 7).sum(1).tolist() == [2, 2]
 
 
 def test_an_input_of_which_nothing_is_known_is_told():

@@ -36,7 +36,7 @@ from tpconvert.source.documented import (
 )
 from tpconvert.source.media import SOUNDS, VIDEOS, images, sounds
 from tpconvert.source.resize import resized
-from tpconvert.source.towers import Tower, towers_of, with_towers
+from tpconvert.source.towers import Tower, marked, towers_of, with_towers
 
 __all__ = ["BATCH", "LENGTH", "OTHER_LENGTH", "example_inputs"]
 
@@ -44,6 +44,8 @@ Given = dict[str, Any]
 TRIALS, MORE = 80, 16
 """Forwards that are tried before giving up, and after some inputs were found that are not all there could be."""
 
+MENDED = 4
+"""Forms of what one tower is given that come from a first one."""
 _WIDEST = 1000
 """Word ids are drawn below this."""
 _NEVER = re.compile(r"label|cache|past_key|encoder_outputs|(start|end)_positions|^return_|^output_|_targets?$")
@@ -94,7 +96,7 @@ class Search:
         while len(self.refused) < (TRIALS if found is None else self.enough):
             given = next(starts, None) if found is None else None
             if given is None:
-                later = [(far, new) for far, new in later if found is None or _media(new) > _media(found)]
+                later = [(far, new) for far, new in later if found is None or media_in(new) > media_in(found)]
                 if not later:
                     break
                 given = later.pop(max(range(len(later)), key=lambda i: (later[i][0], -i)))[1]
@@ -150,8 +152,21 @@ class Search:
             self.config,
             self.names,
             lambda name: self.forms(name, {}),
-            lambda part, given: fault(part, given) is None,
+            self._settled,
         )
+
+    def _settled(self, part: nn.Module, given: Given, taken: list[str]) -> Given | None:
+        """What a part runs on: the inputs as given, or as mended by what it says of them."""
+        later = [given]
+        for _ in range(MENDED):
+            if not later:
+                break
+            given = later.pop(0)
+            error = fault(part, given)
+            if error is None:
+                return given
+            later = [{n: v for n, v in new.items() if n in taken} for new in self.mended(given, error)] + later
+        return None
 
     def together(self, names: tuple[str, ...]) -> Iterator[Given]:
         """Every combination of the forms of some arguments; masks last, since they go by the others."""
@@ -228,6 +243,8 @@ class Search:
         """The inputs changed by what an error says: with an argument more, or of another width."""
         text = str(error)
         yield from resized(given, text, lambda *dims: words(self.config, *dims))
+        for new in marked(text, given, self.config, self.names):
+            yield self.completed(new)
         if "index out of range" in text:
             least = min(filter(None, (size_in(part, "vocab_size") for part in parts(self.config))), default=2)
             yield {n: v % least if n.endswith("input_ids") else v for n, v in given.items()}
@@ -259,7 +276,8 @@ def _told(value: Any) -> str:
     return str(value)
 
 
-def _media(given: Given) -> set[str]:
+def media_in(given: Given) -> set[str]:
+    """The images, videos and sounds among inputs."""
     return {name for name in given if name in SOUNDS or "pixel_values" in name}
 
 

@@ -45,6 +45,8 @@ def resized(given: Given, text: str, words: Callable[..., Tensor]) -> Iterator[G
         for name, value in _floats(given):
             if value.shape == shape:
                 yield given | {name: random(*shape[:-1], int(m[1]))}
+    if m := re.search(r"value tensor of shape \[(\d+),.*cannot be broadcast to indexing result of shape \[(\d+),", text):
+        yield from _placed(given, int(m[1]), int(m[2]), words)
     if m := re.search(r"not enough values to unpack \(expected (\d+), got (\d+)\)", text):
         for name, value in _floats(given):
             if value.dim() == int(m[2]):
@@ -54,6 +56,19 @@ def resized(given: Given, text: str, words: Callable[..., Tensor]) -> Iterator[G
         for name, value in _floats(given):
             if value.shape[-1] < LONG:
                 yield given | {name: random(*value.shape[:-1], LONG)}
+
+
+def _placed(given: Given, features: int, places: int, words: Callable[..., Tensor]) -> Iterator[Given]:
+    """Longer texts, and a mask that has as many places among their words as there are features."""
+    for name, value in given.items():
+        if "mask" in name and isinstance(value, Tensor) and value.dim() == 2 and int(value.sum()) == places:
+            rows, length = value.shape
+            if features % rows:
+                continue
+            mask = torch.zeros(rows, length + features // rows, dtype=value.dtype)
+            mask[:, 1 : 1 + features // rows] = 1
+            longer = _together(given | {n: words(mask.shape[1]) for n, _ in _texts(given)}, length, mask.shape[1])
+            yield longer | {name: mask}
 
 
 def _sizes(text: str) -> Iterator[tuple[int, int]]:
@@ -78,6 +93,8 @@ def _scales(text: str) -> Iterator[tuple[float, float]]:
         yield 4, 4
     if m := re.search(r"image size \((\d+)\*(\d+)\) doesn't match model \((\d+)\*(\d+)\)", text):
         yield int(m[3]) / int(m[1]), int(m[4]) / int(m[2])
+    if m := re.search(r"(?:height|width) \((\d+)\) doesn't match model \((\d+)\)", text):
+        yield int(m[2]) / int(m[1]), int(m[2]) / int(m[1])
 
 
 def _up(size: int, unit: int) -> int:

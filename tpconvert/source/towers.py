@@ -7,6 +7,7 @@ model is asked: transformers gives it a ``get_image_features``, ``get_video_feat
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, islice
@@ -61,10 +62,10 @@ def towers_of(
     config: Any,
     names: set[str],
     forms: Callable[[str], Iterator[Given]],
-    runs: Callable[[nn.Module, Given], bool],
+    settled: Callable[[nn.Module, Given, list[str]], Given | None],
 ) -> list[Tower]:
-    """The towers that can be asked; ``runs`` tells whether a module runs on what it is given."""
-    return [t for kind in KINDS if (t := _tower(module, config, kind, names, forms, runs)) is not None]
+    """The towers that can be asked; ``settled`` gives what a module runs on, mended if need be, if it does."""
+    return [t for kind in KINDS if (t := _tower(module, config, kind, names, forms, settled)) is not None]
 
 
 class _Features(nn.Module):
@@ -76,7 +77,7 @@ class _Features(nn.Module):
         self.count, self.width = 0, 0
 
     def forward(self, **given: Any) -> Any:
-        out = getattr(self.whole, self.method)(**given)
+        out = getattr(_asked(self.whole, self.method), self.method)(**given)
         features = getattr(out, "pooler_output", out)
         features = out[0] if features is None else features
         tensors = _tensors(features)
@@ -97,7 +98,7 @@ def _tower(
     kind: str,
     names: set[str],
     forms: Callable[[str], Iterator[Given]],
-    runs: Callable[[nn.Module, Given], bool],
+    settled: Callable[[nn.Module, Given, list[str]], Given | None],
 ) -> Tower | None:
     """The tower of a kind and the first form that it runs on."""
     method = f"get_{kind}_features"
@@ -108,8 +109,8 @@ def _tower(
         return None
     features = _Features(module, method)
     for form in forms(entry):
-        given = {n: v for n, v in form.items() if n in taken}
-        if runs(features, given) and features.count:
+        given = settled(features, {n: v for n, v in form.items() if n in taken}, taken)
+        if given is not None and features.count:
             return Tower(kind, given, mark, features.count, features.width, _around(config, kind))
     return None
 
@@ -127,12 +128,19 @@ def _unasked(
 
 def _taken(module: nn.Module, method: str) -> list[str]:
     """The arguments of a method that is the module's own, or that of the part which it passes them on to."""
+    part = _asked(module, method)
+    parameters = inspect.signature(getattr(part, method)).parameters.values() if part is not None else ()
+    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+
+
+def _asked(module: nn.Module, method: str) -> nn.Module | None:
+    """The module itself, or the outermost part of it, whose method says what it takes."""
     for part in module.modules():
         if callable(found := getattr(part, method, None)):
             parameters = inspect.signature(found).parameters.values()
             if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-                return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    return []
+                return part
+    return None
 
 
 def _mark(config: Any, kind: str) -> int | None:
@@ -149,6 +157,18 @@ def _around(config: Any, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         for words in (("start", "bos", "begin"), ("end", "eos"))
     )
     return (() if start is None else (start,)), (() if end is None else (end,))
+
+
+def marked(text: str, given: Given, config: Any, names: set[str]) -> Iterator[Given]:
+    """The inputs with as many marks more among the words as an error says there are features."""
+    if "input_ids" not in given:
+        return
+    for m in re.finditer(r"(\w+) features and \w+ tokens do not match\D+(\d+)\D+(\d+)", text):
+        kind, had, wanted = m[1].lower(), int(m[2]), int(m[3])
+        mark = _mark(config, kind) if kind in KINDS else None
+        if mark is not None and wanted > had and (wanted - had) % BATCH == 0:
+            tower = Tower(kind, {}, mark, (wanted - had) // BATCH, 0, _around(config, kind))
+            yield given | _filled((tower,), names, given["input_ids"])
 
 
 def _filled(towers: tuple[Tower, ...], names: set[str], words: Tensor) -> Given:
