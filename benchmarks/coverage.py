@@ -47,7 +47,8 @@ def main() -> None:
         from benchmarks.zoo.render import render
         from benchmarks.zoo.types import model_types
 
-        render(given.out, ROOT / "docs", model_types())
+        limits = f"{MEMORY >> 30} GB and {SECONDS} s of computing"
+        render(given.out, ROOT / "docs", model_types(), limits)
     elif given.jobs > 1:
         deal(given.jobs, given)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,29 +24,42 @@ NO_CLASS = ("exports no such class", "it has no class")
 HOW_TO_READ = """\
 ## How to read it
 
-Each type is built from its default configuration with random weights, its widths and counts of layers made small; it is the
-class's own code that runs.  *By* in `coverage.jsonl` says how much smaller.  Every process has {limits}.
+Each type is built from its default configuration with random weights, its widths and its counts of layers made small;
+it is the class's own code that runs.  `by` in `coverage.jsonl` says how much smaller.  Every process had {limits}.
 
-- **cut %**: the share of all parameters that is on one rank only; **Linear cut %**: of the weights of Linear, Conv1D and
-  expert layers, which are most of a large model.  Small models have proportionally more embeddings and norms.
-- **as transformers**: of the Linear weights that transformers' own tp plan of the class cuts, how many are cut along the
-  same dim.  Empty: transformers has no plan for it.
-- **unreached**: parameters that no output depends on with the inputs that were found.  They are planned, not compared.
+- **cut %**: the share of all parameters that is on one rank only; **Linear cut %**: of the weights of Linear, Conv1D
+  and expert layers, which are most of a large model.  Small models have proportionally more embeddings and norms.
+- **as transformers**: of the Linear weights that transformers' own tp plan of the class cuts, how many are cut along
+  the same dim.  Empty: transformers has no plan for it.
+- **unreached**: parameters that no output depends on with the inputs that were found.  They are planned, and nothing
+  can be compared of them.
 - **tp=2**: equal means that all ranks, run in lockstep in float64 on the recorded graph, agreed with the whole model in
   every op, every output and every gradient; the number is the largest relative error found.
-- **ranks**: the converted model on two real processes (gloo): outputs, losses, gradients in eval and train mode, and two
-  optimizer steps.
+- **ranks**: the converted model on two real processes (gloo): outputs, losses and gradients in eval and train mode, and
+  two optimizer steps.
 - **tp=3**, **tp=4**: planned and compared as in the column tp=2; heads and widths rarely divide by 3.
 - **merged**: a checkpoint saved by transformers, sharded and merged, has the same bytes.
-- **export**: `torch.export` sees the same parameters flow into each other's ops as the recorded graph does.  Empty: it cannot
-  export the model.
+- **export**: `torch.export` sees the same parameters flow into each other's ops as the recorded graph does.  Empty: it
+  cannot export the model.
 """
+WHY_NOT = (
+    ("transformers exports no class for it", r"exports no such class|it has no class"),
+    ("needs a package that was not installed", r"requires the \w+ library"),
+    (
+        "too large, or too slow, to be built or compared",
+        r"takes longer|longer than|M parameters|M numbers|can't allocate",
+    ),
+    ("no inputs were found", r"no example is known"),
+    ("its default configuration, or the inputs found, do not fit", r""),
+)
+"""Kinds of reasons for not being built, the first that fits, by what is said."""
 
 
-def render(source: Path, folder: Path, known: Sequence[str] = ()) -> None:
+def render(source: Path, folder: Path, known: Sequence[str] = (), limits: str = "no limits") -> None:
     """Write ``coverage.md`` and ``coverage.jsonl`` into a folder from the lines of a run.
 
-    ``known`` are the types that there are; those without a line are counted as not measured.
+    ``known`` are the types that there are; those without a line are counted as not measured.  ``limits`` are those
+    that the run had.
     """
     lines = [json.loads(line) for line in source.read_text().splitlines() if line.strip()]
     found = sorted({line["type"]: line for line in lines}.values(), key=lambda line: line["type"])
@@ -53,7 +67,14 @@ def render(source: Path, folder: Path, known: Sequence[str] = ()) -> None:
         line["outcome"], line["why"] = outcome(line)
     missing = sorted(set(known) - {line["type"] for line in found})
     folder.mkdir(exist_ok=True)
-    sections = [*_head(found), *_goals(found, missing), *_troubles(found, missing), *_whole(found), *_theirs(found)]
+    sections = [
+        *_head(found),
+        *_goals(found, missing),
+        HOW_TO_READ.format(limits=limits),
+        *_troubles(found, missing),
+        *_whole(found),
+        *_theirs(found),
+    ]
     sections += [*_export(found), *_unreached(found), *_table(found), ""]
     (folder / "coverage.md").write_text("\n".join(sections))
     (folder / "coverage.jsonl").write_text("".join(json.dumps(_short(line)) + "\n" for line in found))
@@ -76,8 +97,7 @@ def _head(found: list[Found]) -> list[str]:
         "Every model type of transformers that has a class, built small, planned, and held to the whole model.",
         "Generated by `make coverage`; do not edit.",
         "",
-        f"torch {last['torch']}, transformers {last['transformers']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. "
-        + _time(found),
+        f"torch {last['torch']}, transformers {last['transformers']}, {dates[0]} to {dates[-1]}.  " + _time(found),
         "",
     ]
 
@@ -97,12 +117,13 @@ def _goals(found: list[Found], missing: list[str]) -> list[str]:
     planned = [line for line in found if "cut" in line]
     classless = [line for line in found if _classless(line)]
     linear = [line for line in planned if line.get("linear_cut") is not None]
+    neither = [line for line in built if "cut" not in line and line["outcome"] != "refused"]
     rows = [
         ("types built and run", "600", f"{len(built)} of {len(found) - len(classless)} that have a class"),
         (
             "of those, planned, or refused with a reason",
             "all",
-            f"{len(planned)} planned, {_count(built, 'refused')} refused, {len(built) - len(planned) - _count(built, 'refused')} neither",
+            f"{len(planned)} planned, {_count(built, 'refused')} refused, {len(neither)} neither",
         ),
         ("of the planned, equal at tp=2 in outputs and every gradient", "all", _equal_at_two(planned)),
         ("share of Linear weights that is cut", "mean 99 %, median 100 %", _spread(linear, "linear_cut")),
@@ -119,7 +140,7 @@ def _goals(found: list[Found], missing: list[str]) -> list[str]:
     counts = Counter(line["outcome"] for line in found)
     out += ["| outcome, the worse of lockstep and ranks | types |", "|---|---|"]
     out += [f"| {said} | {counts[name]} |" for name, said in OUTCOMES.items()]
-    return [*out, f"| all | {len(found)} |", "", HOW_TO_READ.format(limits="6 GB and 60 s of computing")]
+    return [*out, f"| all | {len(found)} |", ""]
 
 
 def _classless(line: Found) -> bool:
@@ -131,8 +152,8 @@ def _count(lines: list[Found], name: str) -> int:
 
 
 def _equal_at_two(planned: list[Found]) -> str:
-    unequal = _count(planned, "not equal")
-    return f"{_count(planned, 'equal')} equal, **{unequal} not equal**, {_count(planned, 'crashed')} not compared to the end"
+    equal, unequal, rest = (_count(planned, name) for name in ("equal", "not equal", "crashed"))
+    return f"{equal} equal, **{unequal} not equal**, {rest} not compared to the end"
 
 
 def _spread(lines: list[Found], key: str) -> str:
@@ -184,13 +205,13 @@ def _troubles(found: list[Found], missing: list[str]) -> list[str]:
     out = []
     for name, said in OUTCOMES.items():
         these = [line for line in found if line["outcome"] == name]
-        if name != "equal" and these:
+        if name == "not built" and these:
+            out += ["## Not built", "", *_not_built(these)]
+        elif name != "equal" and these:
             out += [f"## {said[0].upper()}{said[1:]}", ""]
             out += [f"- **{line['type']}** {_plain(line['why'])}" for line in these] + [""]
     for tp in ("3", "4"):
-        these = [
-            line for line in found if line.get("degrees", {}).get(tp, {}).get("outcome", "equal") != "equal"
-        ]
+        these = [line for line in found if line.get("degrees", {}).get(tp, {}).get("outcome", "equal") != "equal"]
         if these:
             out += [f"## Not equal, or not compared, at tp={tp}", ""]
             out += [f"- **{line['type']}** {_of_degree(line['degrees'][tp])}" for line in these] + [""]
@@ -203,6 +224,19 @@ def _troubles(found: list[Found], missing: list[str]) -> list[str]:
     return out
 
 
+def _not_built(lines: list[Found]) -> list[str]:
+    """The types that were not built, by the kind of reason."""
+    by_kind: dict[str, list[str]] = {said: [] for said, _ in WHY_NOT}
+    for line in lines:
+        first = line["why"].partition(" || ")[0]
+        kind = next(said for said, pattern in WHY_NOT if re.search(pattern, first))
+        by_kind[kind].append(f"- **{line['type']}** {_plain(first)}")
+    out = []
+    for kind, these in by_kind.items():
+        out += [f"{len(these)}: {kind}.", "", *these, ""] if these else []
+    return out
+
+
 def _of_degree(at: Found) -> str:
     return f"{OUTCOMES[at['outcome']]}: {_plain(at.get('why', ''))}"
 
@@ -212,8 +246,9 @@ def _whole(found: list[Found]) -> list[str]:
     head = [
         "## What stays whole, and why",
         "",
-        "Of all parameters that stay whole (most are norms and biases), the reasons given most often; one parameter may have",
-        "several, one for each dim. [Why was this left whole?](why-was-this-left-whole.md) explains each, with the remedy.",
+        "Of all parameters that stay whole (most are norms and biases), the reasons given most often; a parameter may",
+        "have several, one for each dim.  [Why was this left whole?](why-was-this-left-whole.md) explains each, with",
+        "the remedy.",
         "",
     ]
     return [*head, *reasons_table(planned), ""] if planned else []
@@ -225,7 +260,8 @@ def _theirs(found: list[Found]) -> list[str]:
         return []
     out = ["## Where transformers' own plan cuts otherwise", "", "| type | weight | here |", "|---|---|---|"]
     for line in differ:
-        out += [f"| {line['type']} | {name} | {_plain(said)} |" for name, said in line["theirs_differ"]]
+        differing = [(name, said.replace("whole: whole:", "whole:")) for name, said in line["theirs_differ"]]
+        out += [f"| {line['type']} | {name} | {_plain(said)} |" for name, said in differing]
     return [*out, ""]
 
 
@@ -252,8 +288,8 @@ def _unreached(found: list[Found]) -> list[str]:
     out = [
         "## Parameters that no output depends on",
         "",
-        "Some are used in training alone or with arguments that are rarely given, some lie before an op that has no gradient",
-        "(the codes of a quantizer), and for some no inputs were found.",
+        "Some are used in training alone or with arguments that are rarely given, some lie before an op that has no",
+        "gradient (the codes of a quantizer), and for some no inputs were found.",
         "",
         "| type | how many | among them |",
         "|---|--:|---|",

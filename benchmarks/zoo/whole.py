@@ -12,7 +12,7 @@ MOST = 30
 
 
 def reasons_of(text: str) -> list[str]:
-    """The reasons in a verdict, without the places where they arose: ``layer_norm takes its statistics over this dim``."""
+    """The reasons in a verdict, without the places where they arose."""
     found = []
     for part in re.split(r"; (?=dim [\d*]+: )", text.removeprefix("whole: ")):
         part = re.sub(r"^dim [\d*]+: ", "", part)

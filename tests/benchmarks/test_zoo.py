@@ -9,6 +9,7 @@ from benchmarks.zoo.facts import agreement, linear_like, way_back
 from benchmarks.zoo.mend import divisible, fit, mend
 from benchmarks.zoo.render import render
 from benchmarks.zoo.small import ATTEMPTS, small
+from benchmarks.zoo.whole import reasons_of
 from tests.hf_models import build
 from tpconvert.planning import make_plan
 
@@ -82,7 +83,7 @@ def test_a_llama_is_cut_as_transformers_cuts_it_and_comes_back():
     plan = make_plan(module, inputs, tp=2)
     found = agreement(module, plan)
     assert found["theirs"]["same"] >= 14
-    assert found["theirs"]["other"] == found["theirs"]["whole"] == 0
+    assert found["theirs"]["other"] == found["theirs"]["whole"] == found["more_than_theirs"] == 0
     assert way_back(module, plan) == "identical"
 
 
@@ -98,13 +99,21 @@ def test_the_page_counts_the_worse_of_lockstep_and_ranks(tmp_path, ranks, said):
     }
     line |= {"ranks": {"outcome": ranks, "why": "x"}, "torch": "2", "transformers": "5", "date": "2026-01-01"}
     line |= {"theirs": {"same": 3, "other": 1, "whole": 0}, "degrees": {"3": {"outcome": "equal"}}}
+    line |= {"export": {"outcome": "agrees"}, "whole": [["whole: dim 0: norm (in a.b.*); dim 1: norm", 2, "w [3]"]]}
     (tmp_path / "run.jsonl").write_text(json.dumps(line) + "\n")
-    render(tmp_path / "run.jsonl", tmp_path / "docs")
+    render(tmp_path / "run.jsonl", tmp_path / "docs", ["t", "u"])
     page = (tmp_path / "docs/coverage.md").read_text()
     assert f"| {said} | 1 |" in page
-    assert "| 100.0 | 25.0 |" in page
-    assert "| 3/4 |" in page
+    assert "| 100.0 | 25.0 | 3/4 |" in page
+    assert "75.0 % of 4 weights in 1 types, 1 along the other dim, 0 whole" in page
+    assert "| norm | 2 | 1 | w [3] of t |" in page
+    assert "1 more types were not measured in this run." in page
     assert json.loads((tmp_path / "docs/coverage.jsonl").read_text())["type"] == "t"
+
+
+def test_reasons_are_counted_without_the_places_where_they_arose():
+    text = "whole: dim 0: layer_norm takes its statistics (in h.*.ln (2)); dim 1: h.3.mlp: a reduce (x) has no place"
+    assert reasons_of(text) == ["layer_norm takes its statistics", "a reduce (x) has no place"]
 
 
 def test_no_attempt_is_made_twice():

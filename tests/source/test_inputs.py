@@ -193,7 +193,11 @@ def test_text_becomes_as_long_as_what_it_meets():
 
 
 def test_a_mask_gets_as_many_places_as_there_are_features():
-    given = {"input_ids": torch.zeros(2, 13).long(), "attention_mask": torch.ones(2, 13), "places_mask": torch.ones(2, 13)}
+    given = {
+        "input_ids": torch.zeros(2, 13).long(),
+        "attention_mask": torch.ones(2, 13),
+        "places_mask": torch.ones(2, 13),
+    }
     text = "shape mismatch: value tensor of shape [8, 6] cannot be broadcast to indexing result of shape [26, 6]"
     found = [given["places_mask"] for given in resized(given, text, lambda *dims: torch.zeros(2, *dims))]
     assert found[-1].sum(1).tolist() == [4, 4]

@@ -45,7 +45,9 @@ def resized(given: Given, text: str, words: Callable[..., Tensor]) -> Iterator[G
         for name, value in _floats(given):
             if value.shape == shape:
                 yield given | {name: random(*shape[:-1], int(m[1]))}
-    if m := re.search(r"value tensor of shape \[(\d+),.*cannot be broadcast to indexing result of shape \[(\d+),", text):
+    if m := re.search(
+        r"value tensor of shape \[(\d+),.*cannot be broadcast to indexing result of shape \[(\d+),", text
+    ):
         yield from _placed(given, int(m[1]), int(m[2]), words)
     if m := re.search(r"not enough values to unpack \(expected (\d+), got (\d+)\)", text):
         for name, value in _floats(given):
