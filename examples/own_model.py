@@ -3,13 +3,16 @@
     tpconvert plan   examples/own_model.py:build --tp 2
     tpconvert verify examples/own_model.py:build --tp 2
     tpconvert shard  examples/own_model.py:build --tp 2 -o own-tp2
+    tpconvert train  own-tp2 --config examples/train-own.yaml
 
-A SOURCE that is a function returns the module and example inputs: keyword arguments as a dict, or a tuple.
+A SOURCE that is a function returns the module and example inputs: keyword arguments as a dict, or a tuple.  To train it
+on data that is no text, a function returns a dataset, and another the loss of a batch of it.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 
 class Attention(nn.Module):
@@ -55,3 +58,23 @@ class Model(nn.Module):
 
 def build() -> tuple[nn.Module, dict[str, Tensor]]:
     return Model(), {"ids": torch.randint(0, 500, (2, 13))}
+
+
+class Sequences(Dataset[dict[str, Tensor]]):
+    """Numbers that go up by one and the same step; the step has to be found out from the first two."""
+
+    def __len__(self) -> int:
+        return 2000
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        first, step = index % 500, 1 + index // 500
+        return {"ids": (first + step * torch.arange(33)) % 500}
+
+
+def examples() -> Dataset[dict[str, Tensor]]:
+    return Sequences()
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(batch["ids"][:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["ids"][:, 1:].flatten())

@@ -3,19 +3,14 @@ import pytest
 import torch
 
 from tpconvert.errors import ConfigError
+from tpconvert.train.batch import IGNORE, check_fingerprints, collate, count_labels, fingerprint
 from tpconvert.train.config import make_config
-from tpconvert.train.data import (
-    IGNORE,
-    Batches,
-    Causal,
-    Position,
-    check_fingerprints,
-    check_fits,
-    count_labels,
-    fingerprint,
-    make_sequences,
-)
-from tpconvert.train.text import ByteTokenizer, Tokens
+from tpconvert.train.data import Held
+from tpconvert.train.fits import Limits, check_fits
+from tpconvert.train.objectives import Causal, Part, make_sequences, split
+from tpconvert.train.order import Batches, Position
+from tpconvert.train.text import Column, Tokens
+from tpconvert.train.tokenizer import ByteTokenizer
 
 
 def numbers(n: int, *starts: int) -> Tokens:
@@ -23,7 +18,12 @@ def numbers(n: int, *starts: int) -> Tokens:
 
 
 def batches(count: int, *, dp_rank=0, dp_degree=1, micro=2, accumulation=1, seed=0) -> Batches:
-    return Batches(Causal(numbers(count * 4 + 1), 4, True, 0), seed, micro, accumulation, dp_rank, dp_degree)
+    return Batches((Causal(numbers(count * 4 + 1), 4, True, 0),), seed, micro, accumulation, dp_rank, dp_degree)
+
+
+def row(sequences, index: int, epoch: int = 0):
+    example = sequences(index, epoch)
+    return example["ids"], example["labels"], example["used"]
 
 
 def take(of: Batches, n: int, position: Position | None = None):
@@ -34,20 +34,20 @@ def take(of: Batches, n: int, position: Position | None = None):
 def test_every_token_of_packed_text_predicts_the_next_one():
     sequences = Causal(numbers(9), 4, True, 0)
     assert len(sequences) == 2
-    ids, labels, used = sequences(1, 0)
+    ids, labels, used = row(sequences, 1)
     assert ids.tolist() == [4, 5, 6, 7] and labels.tolist() == [5, 6, 7, 8] and used == 4
 
 
 def test_an_unpacked_document_is_padded_or_cut_off():
     sequences = Causal(numbers(9, 3), 4, False, 99)
-    ids, labels, used = sequences(0, 0)
+    ids, labels, used = row(sequences, 0)
     assert ids.tolist() == [0, 1, 2, 99] and labels.tolist() == [1, 2, IGNORE, IGNORE] and used == 3
-    ids, labels, used = sequences(1, 0)
+    ids, labels, used = row(sequences, 1)
     assert ids.tolist() == [3, 4, 5, 6] and labels.tolist() == [4, 5, 6, 7] and used == 4
 
 
 def test_padding_has_no_attention():
-    of = Batches(Causal(numbers(9, 3), 4, False, 99), 0, 2, 1, 0, 1)
+    of = Batches((Causal(numbers(9, 3), 4, False, 99),), 0, 2, 1, 0, 1)
     batch = take(of, 1)[0][0][0]
     assert torch.equal(batch.attention.bool(), batch.ids != 99)
 
@@ -108,7 +108,7 @@ def masked(probability: float = 0.15, seed: int = 0, **tokenizer):
 
 def test_masking_asks_for_15_percent_as_80_masks_10_random_10_kept():
     sequences, tokens = masked()
-    rows = [sequences(i, 0) for i in range(len(sequences))]
+    rows = [row(sequences, i) for i in range(len(sequences))]
     ids, labels = np.concatenate([r[0] for r in rows]), np.concatenate([r[1] for r in rows])
     asked = labels != IGNORE
     assert abs(asked.mean() - 0.15) < 0.01
@@ -119,14 +119,14 @@ def test_masking_asks_for_15_percent_as_80_masks_10_random_10_kept():
 
 def test_masks_are_the_same_again_and_others_in_another_epoch():
     one, two, other = masked()[0], masked()[0], masked(seed=1)[0]
-    assert np.array_equal(one(3, 1)[0], two(3, 1)[0])
-    assert not np.array_equal(one(3, 0)[0], one(3, 1)[0])
-    assert not np.array_equal(one(3, 0)[0], other(3, 0)[0])
+    assert np.array_equal(row(one, 3, 1)[0], row(two, 3, 1)[0])
+    assert not np.array_equal(row(one, 3, 0)[0], row(one, 3, 1)[0])
+    assert not np.array_equal(row(one, 3, 0)[0], row(other, 3, 0)[0])
 
 
 def test_a_masked_sequence_is_enclosed_and_its_special_tokens_are_never_asked_for():
-    sequences, _ = masked(0.9, wrap=(251, 252), special=frozenset({251, 252, 7}))
-    ids, labels, used = sequences(0, 0)
+    sequences, _ = masked(0.9, frame=((251,), (252,)), special=frozenset({251, 252, 7}))
+    ids, labels, used = row(sequences, 0)
     assert ids[0] == 251 and ids[-1] == 252 and used == 1000
     assert labels[0] == labels[-1] == IGNORE
     assert not (labels == 7).any()
@@ -138,7 +138,7 @@ def test_masked_needs_a_mask_token():
 
 
 def test_labels_are_counted_without_padding():
-    of = Batches(Causal(numbers(9, 3), 4, False, 99), 0, 2, 1, 0, 1)
+    of = Batches((Causal(numbers(9, 3), 4, False, 99),), 0, 2, 1, 0, 1)
     assert count_labels(take(of, 1)[0][0]) == 6
 
 
@@ -155,9 +155,142 @@ def test_dp_ranks_with_the_same_batch_are_found():
 
 def test_text_that_the_model_has_no_words_or_places_for_is_an_error_with_the_numbers():
     config = make_config({"data": {"path": "x"}, "training": {"seq_len": 64}})
-    check_fits(config, numbers(300), ByteTokenizer(), 256, 64)
-    check_fits(config, numbers(300), ByteTokenizer(), None, None)
+    check_fits(config, numbers(300), ByteTokenizer(), Limits(256, 64))
+    check_fits(config, numbers(300), ByteTokenizer(), Limits())
     with pytest.raises(ConfigError, match=r"The tokens go up to 255, but the model has 255 words \(0 to 254\)"):
-        check_fits(config, numbers(300), ByteTokenizer(), 255, None)
+        check_fits(config, numbers(300), ByteTokenizer(), Limits(255))
     with pytest.raises(ConfigError, match=r"seq_len 64 is more than the 63 positions of the model"):
-        check_fits(config, numbers(300), ByteTokenizer(), None, 63)
+        check_fits(config, numbers(300), ByteTokenizer(), Limits(places=63))
+
+
+def test_more_classes_than_the_model_has_are_an_error_with_the_numbers():
+    config = make_config({"data": {"path": "x", "objective": "classification"}})
+    tokens = Tokens(np.arange(4), np.array([0, 2, 4]), 3, {"label": Column(np.array([0, 3]), np.array([0, 1, 2]))})
+    check_fits(config, tokens, ByteTokenizer(), Limits(classes=4))
+    with pytest.raises(ConfigError, match=r"The labels go up to 3, but the model has 3 classes \(0 to 2\)"):
+        check_fits(config, tokens, ByteTokenizer(), Limits(classes=3))
+
+
+# -- boundaries of packed documents ---------------------------------------------------------------------------------
+
+
+def test_no_label_of_packed_documents_is_of_the_next_one():
+    example = Causal(numbers(13, 3, 8), 12, True, 0, boundaries=True)(0, 0)
+    assert example["documents"].tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert example["labels"].tolist() == [1, 2, IGNORE, 4, 5, 6, 7, IGNORE, 9, 10, 11, 12]
+
+
+def test_positions_begin_anew_with_each_document_and_each_sequence():
+    of = Causal(numbers(25, 3, 8), 12, True, 0, boundaries=True)
+    batch = collate([of(0, 0), of(1, 0)])
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3], list(range(12))]
+
+
+def test_masked_documents_of_one_sequence_are_each_enclosed():
+    config = make_config({"data": {"path": "x", "objective": "masked"}, "training": {"seq_len": 12}})
+    tokenizer = ByteTokenizer()
+    tokenizer.frame, tokenizer.special = ((251,), (252,)), frozenset(range(256))  # nothing is hidden
+    of = make_sequences(config, numbers(14, 3, 3, 5), tokenizer)
+    first, second = of(0, 0), of(1, 0)
+    assert first["ids"].tolist() == [251, 0, 1, 2, 252, 251, 3, 4, 252, 251, 5, 252]
+    assert first["documents"].tolist() == [0] * 5 + [1] * 4 + [2] * 3
+    assert second["ids"].tolist() == [251, 6, 7, 8, 9, 10, 11, 12, 13, 252, 258, 258] and second["used"] == 10
+    assert second["documents"].tolist() == [0] * 10 + [1] * 2 and len(of) == 2
+
+
+def test_whole_words_are_hidden_whole():
+    config = make_config({"data": {"path": "x", "objective": "masked", "whole_words": True, "mask_probability": 0.3},
+                          "training": {"seq_len": 1000}})  # fmt: skip
+    begins = np.tile([1, 0, 0, 1, 0], 200)
+    tokens = Tokens(np.arange(1000) % 250, np.array([0, 1000]), 249, {"begins": Column(begins, np.array([0, 1000]))})
+    asked = make_sequences(config, tokens, ByteTokenizer())(0, 0)["labels"].reshape(200, 5) != IGNORE
+    assert (asked[:, :3].all(1) | ~asked[:, :3].any(1)).all() and (asked[:, 3] == asked[:, 4]).all()
+    assert 0.2 < asked.mean() < 0.4
+
+
+# -- several sources ------------------------------------------------------------------------------------------------
+
+
+def blend(sizes=(40, 10), weights=(3.0, 1.0), **place) -> Batches:
+    """Sequences of one token, which says its source by its hundreds."""
+    sources = tuple(Part(Named(k), range(n)) for k, n in enumerate(sizes))
+    given = {"seed": 0, "micro": 4, "accumulation": 1, "dp_rank": 0, "dp_degree": 1} | place
+    return Batches(sources, weights=weights, **given)
+
+
+class Named:
+    def __init__(self, source: int) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __call__(self, index: int, epoch: int):
+        return {"ids": np.array([100 * self.source + index]), "labels": np.array([0]), "used": 1}
+
+
+def drawn(of: Batches, steps: int, position: Position | None = None) -> list[int]:
+    return [int(i) for micros, _ in take(of, steps, position) for b in micros for i in b.ids[:, 0]]
+
+
+def test_each_step_has_its_share_of_every_source():
+    numbers = drawn(blend(), 5)
+    for step in range(5):
+        assert sum(n >= 100 for n in numbers[4 * step : 4 * step + 4]) == 1
+
+
+def test_no_sequence_comes_again_before_its_source_was_gone_through():
+    numbers = drawn(blend(weights=(1.0, 1.0)), 20)
+    first, second = [n for n in numbers if n < 100], [n for n in numbers if n >= 100]
+    assert sorted(first) == list(range(40))
+    for epoch in range(4):
+        assert sorted(second[10 * epoch :][:10]) == list(range(100, 110))
+    assert second[:10] != second[10:20]
+
+
+def test_a_blend_goes_on_from_any_position_on_any_number_of_ranks():
+    alone = blend()
+    ((_, after),) = take(alone, 3)[-1:]
+    expected = drawn(alone, 9)[12:]
+    assert drawn(alone, 6, after) == expected
+    two = [blend(micro=2, dp_rank=r, dp_degree=2) for r in range(2)]
+    parts = [drawn(of, 6, after) for of in two]
+    assert [n for i in range(0, 12, 2) for p in parts for n in p[i : i + 2]] == expected
+
+
+def test_another_number_of_sources_cannot_go_on():
+    with pytest.raises(ConfigError, match="was trained on 3 sources of data, but there are 2 now"):
+        take(blend(), 1, Position(0, (1, 2, 3)))
+
+
+def test_workers_give_the_same_steps_in_the_same_order():
+    plain = take(blend(), 7)
+    ahead = take(blend(workers=2), 7)
+    assert [(fingerprint(m), p) for m, p in ahead] == [(fingerprint(m), p) for m, p in plain]
+    ((_, after),) = plain[2:3]
+    assert drawn(blend(workers=2), 4, after) == drawn(blend(), 7)[12:]
+
+
+# -- what is held out -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_is_held_out_is_not_trained_on(packed: bool):
+    train, held = split(Named(0), 0.05, packed=packed, seed=0)
+    assert len(train) == 950 and len(held) == 50
+    every = [p(i, 0)["ids"][0] for p in (train, held) for i in range(len(p))]
+    assert sorted(every) == list(range(1000))
+    assert (held(0, 0)["ids"][0] == 950) == packed
+
+
+def test_holding_out_everything_is_an_error():
+    with pytest.raises(ConfigError, match=r"data\.eval\.fraction 0\.9 of 2 sequences leaves none to train on"):
+        split(Part(Named(0), range(2)), 0.9, packed=True, seed=0)
+
+
+@pytest.mark.parametrize("count", [1, 4, 9, 16, 17])
+def test_dp_ranks_share_out_the_held_out_set_in_as_many_batches_each(count: int):
+    ranks = [Held((Part(Named(0), range(count)),), 4, r, 2).batches() for r in range(2)]
+    assert len(ranks[0]) == len(ranks[1])
+    counted = [int(i) for of in ranks for batch, counts in of if counts for i in batch.ids[:, 0]]
+    assert sorted(counted) == list(range(count))

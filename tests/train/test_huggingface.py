@@ -30,7 +30,8 @@ from tpconvert.spec.plan import Boundary, Plan
 from tpconvert.train.config import Config, make_config
 from tpconvert.train.data import Batches, Position, make_sequences
 from tpconvert.train.loop import train
-from tpconvert.train.text import open_tokenizer, open_tokens, tokenize
+from tpconvert.train.text import open_tokens, tokenize
+from tpconvert.train.tokenizer import open_tokenizer
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -94,7 +95,7 @@ def settings(tmp_path: Path, objective: str, **data) -> Config:
 def first_batch(folder: Path, config: Config):
     tokenizer = open_tokenizer(config.data, folder)
     tokens = open_tokens(tokenize(config.data, tokenizer, folder / "data"))
-    batches = Batches(make_sequences(config, tokens, tokenizer), 0, 4, 1, 0, 1)
+    batches = Batches((make_sequences(config, tokens, tokenizer),), 0, 4, 1, 0, 1)
     return next(batches.steps(Position()))[0][0]
 
 
@@ -125,7 +126,7 @@ def test_a_bert_is_trained_with_the_loss_of_transformers_in_evaluation_mode(tmp_
 @pytest.mark.parametrize("pack", [True, False])
 def test_padding_is_hidden_from_attention_and_from_the_loss(tmp_path: Path, pack: bool):
     folder = make_folder(tmp_path, masked=False)
-    config = settings(tmp_path, "causal", pack=pack, documents="line")
+    config = settings(tmp_path, "causal", pack=pack, documents="line", boundaries="none")
     batch = first_batch(folder, config)
     assert bool((batch.attention == 0).any()) != pack
     losses = train(folder, config, make_mesh(1), output=tmp_path / "run")

@@ -166,12 +166,13 @@ def train_plainly(
     The gradient norms are added to ``norms``.
     """
     from tpconvert.train.data import Batches, Position, make_sequences
-    from tpconvert.train.text import ByteTokenizer, open_tokens, tokenize
+    from tpconvert.train.text import open_tokens, tokenize
+    from tpconvert.train.tokenizer import ByteTokenizer
 
     training, tokenizer = config.training, ByteTokenizer()
     module = globals()[function]()[0].to(dtype).train()
     tokens = open_tokens(tokenize(config.data, tokenizer, Path(config.data.cache)))
-    batches = Batches(make_sequences(config, tokens, tokenizer), training.seed, training.global_batch_size, 1, 0, 1)
+    batches = Batches((make_sequences(config, tokens, tokenizer),), training.seed, training.global_batch_size, 1, 0, 1)
     decay = [p for p in module.parameters() if p.dim() > 1]
     rest = [p for p in module.parameters() if p.dim() <= 1]
     groups = [{"params": decay, "weight_decay": training.weight_decay}, {"params": rest, "weight_decay": 0.0}]

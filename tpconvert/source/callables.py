@@ -37,7 +37,7 @@ def open_callable(name: str, *, weights: str | None = None) -> Source:
     stored = Path(weights) if weights else None
     if stored and not stored.is_file():
         raise SourceError(f"--weights: there is no file {stored}.")
-    function = _function(name)
+    function = find_function(name)
     module, inputs, notes = _on_meta(name, function)
     build = partial(_build, name, function, stored)
     return Source(
@@ -51,7 +51,8 @@ def open_callable(name: str, *, weights: str | None = None) -> Source:
     )
 
 
-def _function(name: str) -> Function:
+def find_function(name: str) -> Function:
+    """The function that ``file.py:function`` or ``package.module:function`` names."""
     place, _, wanted = name.rpartition(":")
     module = _from_file(Path(place)) if place.endswith(".py") else _from_package(name, place)
     found = getattr(module, wanted, None)

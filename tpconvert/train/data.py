@@ -1,242 +1,184 @@
-"""Batches: which sequences, in which order, on which rank, and what is to be predicted in them.
-
-The order is a function of seed and epoch, the masking one of seed, epoch and sequence. So a position is two
-integers, and training goes on exactly from there, on any number of ranks::
-
-    epoch 0   | step 0          | step 1          | ... the rest of a last, incomplete step is left out
-              | dp 0   | dp 1   | dp 0   | dp 1   |
-"""
+"""The data of a run: opened by all ranks, tokenized by one of each machine."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-import torch
-from torch import Tensor
+from pathlib import Path
 
 from tpconvert.errors import ConfigError
-from tpconvert.train.config import Config
-from tpconvert.train.text import Tokenizer, Tokens
+from tpconvert.parallel import Mesh
+from tpconvert.spec.plan import Plan
+from tpconvert.train.batch import IGNORE, Batch, OwnBatch, check_fingerprints, collate, count_labels, fingerprint
+from tpconvert.train.config import Config, accumulation
+from tpconvert.train.data_config import Source
+from tpconvert.train.fits import Limits, check_fits, limits, read_config
+from tpconvert.train.objectives import Sequences, make_sequences, split
+from tpconvert.train.order import Batches, Micro, Position
+from tpconvert.train.own import Numbered, Stream, collate_own, is_numbered, open_dataset
+from tpconvert.train.ranks import together
+from tpconvert.train.rows import label_names
+from tpconvert.train.sources import filled, sources_of
+from tpconvert.train.text import Tokens, open_tokens, tokenize
+from tpconvert.train.tokenizer import Tokenizer, open_tokenizer
 
-IGNORE = -100
-"""The label of a position that is not to be predicted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where the next step begins: sequences of ``epoch`` used so far."""
-
-    epoch: int = 0
-    used: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One micro-batch; each ``[B, T]``.  A label stands at the position whose output predicts it."""
-
-    ids: Tensor
-    labels: Tensor
-    attention: Tensor
-    """1 where there is a token, 0 where there is padding."""
-
-    def to(self, device: torch.device) -> Batch:
-        """The same batch on a device."""
-        return Batch(*(t.to(device, non_blocking=True) for t in (self.ids, self.labels, self.attention)))
-
-
-class Sequences(Protocol):
-    """A numbered set of sequences: what :class:`Batches` draws from."""
-
-    def __len__(self) -> int: ...
-
-    def __call__(self, index: int, epoch: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
-        """``(ids, labels, tokens that are not padding)`` of one sequence."""
-        ...
+__all__ = [
+    "IGNORE", "Batch", "Batches", "Data", "Held", "Micro", "OwnBatch", "Position", "Stream", "check_fingerprints",
+    "check_fits", "collate", "count_labels", "fingerprint", "limits", "make_sequences", "open_data",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Causal:
-    """Sequences whose every token predicts the next one."""
+class Held:
+    """What is held out, for this dp rank."""
 
-    tokens: Tokens
-    seq_len: int
-    pack: bool
-    pad: int
-
-    def __len__(self) -> int:
-        if self.pack:
-            return max(0, (len(self.tokens.ids) - 1) // self.seq_len)
-        return len(self.tokens.starts) - 1
-
-    def __call__(self, index: int, epoch: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
-        """Inputs, and the same moved by one as labels."""
-        start = index * self.seq_len if self.pack else int(self.tokens.starts[index])
-        end = len(self.tokens.ids) if self.pack else int(self.tokens.starts[index + 1])
-        text = self.tokens.ids[start : min(start + self.seq_len + 1, end)].astype(np.int64)
-        ids, labels = np.full(self.seq_len, self.pad), np.full(self.seq_len, IGNORE)
-        used = min(len(text), self.seq_len)
-        ids[:used], labels[: max(len(text) - 1, 0)] = text[:used], text[1:]
-        return ids, labels, used
-
-
-@dataclass(frozen=True, slots=True)
-class Masked:
-    """Sequences some tokens of which are hidden and asked for."""
-
-    tokens: Tokens
-    seq_len: int
-    pack: bool
-    tokenizer: Tokenizer
-    probability: float
-    seed: int
-
-    @property
-    def _room(self) -> int:
-        return self.seq_len - (2 if self.tokenizer.wrap else 0)
-
-    def __len__(self) -> int:
-        return len(self.tokens.ids) // self._room if self.pack else len(self.tokens.starts) - 1
-
-    def __call__(self, index: int, epoch: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
-        """Inputs with masks, and the hidden tokens as labels."""
-        start = index * self._room if self.pack else int(self.tokens.starts[index])
-        end = len(self.tokens.ids) if self.pack else int(self.tokens.starts[index + 1])
-        text = self.tokens.ids[start : min(start + self._room, end)].astype(np.int64)
-        if self.tokenizer.wrap:
-            text = np.concatenate([self.tokenizer.wrap[:1], text, self.tokenizer.wrap[1:]])
-        ids, labels = np.full(self.seq_len, self.tokenizer.pad), np.full(self.seq_len, IGNORE)
-        ids[: len(text)], labels[: len(text)] = self._hide(text, np.random.default_rng([self.seed, epoch, index]))
-        return ids, labels, len(text)
-
-    def _hide(self, text: np.ndarray[Any, Any], random: np.random.Generator) -> tuple[Any, Any]:
-        """80 % of the chosen tokens become the mask, 10 % any token, 10 % stay."""
-        ordinary = ~np.isin(text, list(self.tokenizer.special))
-        chosen = ordinary & (random.random(len(text)) < self.probability)
-        draw = random.random(len(text))
-        anything = random.integers(0, self.tokenizer.size, len(text))
-        ids = np.where(chosen & (draw < 0.8), self.tokenizer.mask, text)
-        ids = np.where(chosen & (draw >= 0.9), anything, ids)
-        return ids, np.where(chosen, text, IGNORE)
-
-
-def make_sequences(config: Config, tokens: Tokens, tokenizer: Tokenizer) -> Sequences:
-    """The sequences that the configuration asks for; too little text is an error with the numbers."""
-    data, training = config.data, config.training
-    if data.objective == "masked":
-        if tokenizer.mask is None:
-            raise ConfigError(
-                "data.objective is masked, but the tokenizer has no mask token.", hint="Use data.objective: causal."
-            )
-        sequences: Sequences = Masked(
-            tokens, training.seq_len, data.pack, tokenizer, data.mask_probability, training.seed
-        )
-    else:
-        sequences = Causal(tokens, training.seq_len, data.pack, tokenizer.pad)
-    if len(sequences) == 0:
-        raise ConfigError(
-            f"data.path: the text has {len(tokens.ids)} tokens, too few for one sequence of training.seq_len "
-            f"{training.seq_len}.",
-            hint="Use more text or a smaller seq_len.",
-        )
-    return sequences
-
-
-def check_fits(config: Config, tokens: Tokens, tokenizer: Tokenizer, words: int | None, places: int | None) -> None:
-    """Raise where the model has too few words or places for the text; None is a number that is not known."""
-    largest = max(tokens.largest, tokenizer.size - 1 if config.data.objective == "masked" else 0)
-    if words is not None and largest >= words:
-        raise ConfigError(
-            f"The tokens go up to {largest}, but the model has {words} words (0 to {words - 1}).",
-            hint="Set data.tokenizer to the one the model was made with.",
-        )
-    if places is not None and config.training.seq_len > places:
-        raise ConfigError(
-            f"training.seq_len {config.training.seq_len} is more than the {places} positions of the model "
-            "(max_position_embeddings in its config.json)."
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """What each dp rank gets at each step."""
-
-    sequences: Sequences
-    seed: int
+    sources: tuple[Sequences, ...]
     micro: int
-    accumulation: int
     dp_rank: int
     dp_degree: int
+    own: bool = False
 
-    def __post_init__(self) -> None:
-        if len(self.sequences) < self.step_size:
-            raise ConfigError(
-                f"data.path: the text gives {len(self.sequences)} sequences, but one step needs {self.step_size} "
-                f"(global_batch_size).",
-                hint="Use more text, a smaller seq_len or a smaller global_batch_size.",
-            )
+    def batches(self, most: int | None = None) -> Sequence[tuple[Micro, bool]]:
+        """``(micro-batch, whether it counts)``, as many on each dp rank: some have one again that does not count."""
+        rows = [(source, i) for source in self.sources for i in range(len(source))]
+        parts = [rows[i : i + self.micro] for i in range(0, len(rows), self.micro)]
+        mine = parts[self.dp_rank :: self.dp_degree]
+        rounds = -(-len(parts) // self.dp_degree)
+        chosen = [(part, True) for part in mine] + [(parts[0], False)] * (rounds - len(mine))
+        return _Made(chosen[:most], collate_own if self.own else collate)
 
-    @property
-    def step_size(self) -> int:
-        """Sequences of one step, over all dp ranks."""
-        return self.micro * self.accumulation * self.dp_degree
-
-    def steps(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
-        """``(micro-batches of this dp rank, position after them)`` for each step from ``position``, without end."""
-        epoch, used = position.epoch, position.used
-        order = self._order(epoch)
-        mine = self.micro * self.accumulation
-        while True:
-            if used + self.step_size > len(order):
-                epoch, used = epoch + 1, 0
-                order = self._order(epoch)
-            first = used + self.dp_rank * mine
-            used += self.step_size
-            micros = [order[i : i + self.micro] for i in range(first, first + mine, self.micro)]
-            yield [self._batch(numbers, epoch) for numbers in micros], Position(epoch, used)
-
-    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.sequences))
-
-    def _batch(self, numbers: Sequence[int], epoch: int) -> Batch:
-        rows = [self.sequences(int(i), epoch) for i in numbers]
-        ids = torch.from_numpy(np.stack([r[0] for r in rows]))
-        labels = torch.from_numpy(np.stack([r[1] for r in rows]))
-        length = torch.tensor([r[2] for r in rows])
-        return Batch(ids, labels, (torch.arange(ids.shape[1]) < length[:, None]).long())
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
 
 
-def count_labels(batches: Sequence[Batch]) -> int:
-    """Positions that are to be predicted."""
-    return sum(int((b.labels != IGNORE).sum()) for b in batches)
+class _Made(Sequence[tuple[Micro, bool]]):
+    """Batches that are made when they are asked for."""
+
+    def __init__(self, parts, make) -> None:
+        self._parts, self._make = parts, make
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index):
+        rows, counts = self._parts[index]
+        return self._make([source(i, 0) for source, i in rows]), counts
 
 
-def fingerprint(batches: Sequence[Batch]) -> str:
-    """A hash that is equal exactly when the batches are."""
-    digest = hashlib.sha256()
-    for batch in batches:
-        for tensor in (batch.ids, batch.labels, batch.attention):
-            digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
+@dataclass(frozen=True, slots=True)
+class Data:
+    """All that a run learns from and is judged by."""
+
+    train: Batches | Stream
+    held: Held | None = None
+    notes: tuple[str, ...] = ()
+    """What is to be said before the first step."""
+    packed: bool = False
+    """Whether several documents share a sequence, and their ends are to be respected."""
+    every: int = 1
+    """Steps between two evaluations."""
+    most: int | None = None
+    """Micro-batches of an evaluation."""
+
+    def told(self) -> str:
+        """How much there is."""
+        train = f"{len(self.train):,} sequences" if isinstance(self.train, Batches) else "a stream of examples"
+        return f"{train}, {len(self.held):,} held out" if self.held is not None else train
+
+    def judged_after(self, step: int, last: int) -> bool:
+        """Whether the model is evaluated after a step."""
+        return self.held is not None and (step % self.every == 0 or step == last)
 
 
-def check_fingerprints(prints: Sequence[str], tp: int) -> None:
-    """Raise unless the tp ranks of each dp rank have one batch and no two dp ranks have the same; by world rank."""
-    for rank, text in enumerate(prints):
-        first = rank // tp * tp
-        if text != prints[first]:
-            raise ConfigError(
-                f"Ranks {first} and {rank} are tp ranks of one dp rank, but their first batches differ.",
-                hint="Give every node the same files.",
-            )
-    owners: dict[str, int] = {}
-    for rank in range(0, len(prints), tp):
-        other = owners.setdefault(prints[rank], rank)
-        if other != rank:
-            raise ConfigError(
-                f"Ranks {other} and {rank} are different dp ranks, but their first batches are the same.",
-                hint="Does the text repeat itself?",
-            )
+def open_data(folder: Path, output: Path, plan: Plan, config: Config, mesh: Mesh, prepares: bool) -> Data:
+    """The data of this rank; one whose ``prepares`` is set tokenizes first, the others find the tokens in the cache."""
+    if config.data.dataset is not None:
+        return together(mesh, lambda: _own(config, mesh))
+    tokenizer = together(mesh, lambda: open_tokenizer(config.data, folder))
+    held = read_config(folder)
+    cache = Path(config.data.cache or output / "data")
+
+    def prepared() -> list[tuple[Source, Tokens]]:
+        names = label_names(config.data, held)
+        every = [*sources_of(config.data), *_held_sources(config)]
+        return [(s, open_tokens(tokenize(config.data, tokenizer, cache, s, names))) for s in every]
+
+    first = together(mesh, prepared if prepares else lambda: None)
+    found = together(mesh, lambda: first if first is not None else prepared())
+    return together(mesh, lambda: _text(config, mesh, found, tokenizer, limits(held, plan)))
+
+
+def _held_sources(config: Config) -> list[Source]:
+    """The held-out set's own source, if it has one."""
+    held = config.data.eval
+    if held is None or not (held.path or held.hub):
+        return []
+    one = Source(path=held.path, hub=held.hub, subset=held.subset, split=held.split, revision=held.revision)
+    return [filled(one, config.data)]
+
+
+def _text(
+    config: Config, mesh: Mesh, found: Sequence[tuple[Source, Tokens]], tokenizer: Tokenizer, has: Limits
+) -> Data:
+    training, data = config.training, config.data
+    for _, tokens in found:
+        check_fits(config, tokens, tokenizer, has)
+    sets: list[Sequences] = [make_sequences(config, tokens, tokenizer) for _, tokens in found]
+    count = len(sources_of(data))
+    sources, held = sets[:count], sets[count:]
+    packed = data.pack and data.objective in ("causal", "masked")
+    if data.eval is not None and data.eval.fraction is not None:
+        parts = [split(s, data.eval.fraction, packed=packed, seed=training.seed) for s in sources]
+        sources, held = [p for p, _ in parts], [p for _, p in parts]
+    weights = tuple(source.weight for source, _ in found[:count])
+    notes = [
+        f"{source.hub or ', '.join(source.path)}: {tokens.bad} bad lines left out; {'; '.join(tokens.named)}"
+        for source, tokens in found
+        if tokens.bad
+    ]
+    return Data(
+        Batches(tuple(sources), *_share(config, mesh), weights, data.workers),
+        Held(tuple(held), training.micro_batch_size, mesh.dp_rank, mesh.dp_degree) if held else None,
+        tuple(notes),
+        packed and data.boundaries != "none" and any(len(tokens.starts) > 2 for _, tokens in found),
+        **_how_often(config),
+    )
+
+
+def _how_often(config: Config) -> dict[str, int | None]:
+    held = config.data.eval
+    return {"every": held.every, "most": held.batches} if held is not None else {}
+
+
+def _share(config: Config, mesh: Mesh) -> tuple[int, int, int, int, int]:
+    """``(seed, micro-batch size, accumulation, dp rank, dp degree)``."""
+    training = config.training
+    micros = accumulation(training, mesh.dp_degree)
+    return training.seed, training.micro_batch_size, micros, mesh.dp_rank, mesh.dp_degree
+
+
+def _own(config: Config, mesh: Mesh) -> Data:
+    """The data of the user's own datasets."""
+    data = config.data
+    assert data.dataset is not None
+    dataset = open_dataset("data.dataset", data.dataset)
+    seed, micro, *rest = _share(config, mesh)
+    held: Sequences | None = None
+    if data.eval is not None and data.eval.dataset is not None:
+        other = open_dataset("data.eval.dataset", data.eval.dataset)
+        if not is_numbered(other):
+            raise ConfigError("data.eval.dataset: a dataset with __len__ and __getitem__ is needed.")
+        held = Numbered(other)
+    elif data.eval is not None and data.eval.fraction is None:
+        raise ConfigError("data.eval: for a dataset of your own set data.eval.dataset or data.eval.fraction.")
+    if not is_numbered(dataset):
+        if data.eval is not None and held is None:
+            raise ConfigError("data.eval.fraction needs a dataset with a length.", hint="Use data.eval.dataset.")
+        train: Batches | Stream = Stream(dataset, micro, *rest, data.workers)
+    else:
+        examples: Sequences = Numbered(dataset)
+        if data.eval is not None and data.eval.fraction is not None:
+            examples, held = split(examples, data.eval.fraction, packed=False, seed=seed)
+        train = Batches((examples,), seed, micro, *rest, (), data.workers, collate_own)
+    kept = Held((held,), micro, mesh.dp_rank, mesh.dp_degree, own=True) if held is not None else None
+    return Data(train, kept, **_how_often(config))

@@ -19,12 +19,25 @@ from tpconvert.checkpoint import read_manifest, read_plan
 from tpconvert.errors import ConfigError, TrainError
 from tpconvert.parallel import Mesh, clip_grad_norm_
 from tpconvert.parallel.clip import grad_norm
-from tpconvert.train import data, state, text
-from tpconvert.train.config import Config, accumulation
-from tpconvert.train.data import Batch, Batches
+from tpconvert.train import data, state
+from tpconvert.train.config import Config
+from tpconvert.train.data import Micro
+from tpconvert.train.evaluate import evaluate
 from tpconvert.train.metrics import Metrics
-from tpconvert.train.model import Model, build, layers_of, limits, master_dtype, open_module, speed_up
+from tpconvert.train.model import (
+    Model,
+    OwnCall,
+    build,
+    layers_of,
+    make_call,
+    master_dtype,
+    open_module,
+    packing_of,
+    speed_up,
+    told_of_packing,
+)
 from tpconvert.train.optimizer import learning_rate, make_optimizer, set_learning_rate
+from tpconvert.train.own import function_of
 from tpconvert.train.ranks import gathered, same_buffers, sum_gradients, summed_over_dp, together, totals
 from tpconvert.train.scaling import Scale, first_scale
 from tpconvert.train.shards import share_out
@@ -55,26 +68,22 @@ def train(
     progress = state.read_progress(start, resume)
 
     # Data: one rank of each machine tokenizes, the others find the tokens in the cache.
-    tokenizer = together(mesh, lambda: text.open_tokenizer(config.data, folder))
-    cache = Path(config.data.cache or run.output / "data")
-    if run.first if prepares is None else prepares:
-        tokens = together(mesh, lambda: text.tokenize(config.data, tokenizer, cache))
-    else:
-        tokens = together(mesh, lambda: None) or text.tokenize(config.data, tokenizer, cache)
-    batches = together(mesh, lambda: open_batches(run, text.open_tokens(tokens), tokenizer))
+    examples = data.open_data(folder, run.output, run.plan, config, mesh, run.first if prepares is None else prepares)
 
     # Model and optimizer.
-    model = open_model(run, start, progress, trust_remote_code)
+    model = open_model(run, start, progress, trust_remote_code, examples.packed)
     optimizer = make_optimizer(model.module.named_parameters(), config.training)
     state.load_optimizer(start, mesh, optimizer, model.module, progress.updates)
 
     metrics = Metrics(run.output, config.logging, steps=config.training.steps, active=run.first, resumed=progress.step)
     metrics.say(
         f"tp {mesh.degree} x dp {mesh.dp_degree} on {mesh.device.type}, {_count(model):,} parameters a rank, "
-        f"{len(batches.sequences):,} sequences, step {progress.step} of {config.training.steps}, from {start}"
+        f"{examples.told()}, step {progress.step} of {config.training.steps}, from {start}"
     )
+    for note in (*examples.notes, *([told_of_packing(model)] if examples.packed else [])):
+        metrics.say(note)
     try:
-        return run_steps(run, model, optimizer, batches, metrics, progress, stopped)
+        return run_steps(run, model, optimizer, examples, metrics, progress, stopped)
     finally:
         metrics.close()
 
@@ -83,7 +92,7 @@ def run_steps(
     run: Run,
     model: Model,
     optimizer: torch.optim.Optimizer,
-    batches: Batches,
+    examples: data.Data,
     metrics: Metrics,
     progress: Progress,
     stopped: Callable[[], bool],
@@ -91,11 +100,11 @@ def run_steps(
     """All steps from ``progress`` to the last, or to where some rank is told to stop."""
     mesh, training, losses = run.mesh, run.config.training, []
     first, saves = progress.step, state.Saves(run, model.module, optimizer, metrics.say)
-    upcoming = batches.steps(progress.position)
+    upcoming = examples.train.steps(progress.position)
 
     while progress.step < training.steps:
         micros, after = next(upcoming)
-        labels, stop, writing = totals(mesh, [data.count_labels(micros), int(stopped()), int(saves.writing)])
+        labels, stop, writing = totals(mesh, [model.count(micros), int(stopped()), int(saves.writing)])
         if not writing:
             saves.finish()
         if stop:
@@ -111,10 +120,14 @@ def run_steps(
             metrics.say(f"step {step}: gradients overflow fp16, so no weight is changed; loss scale {scale.value:g}")
         progress = Progress(step, after, scale=scale)
 
-        metrics.count(batches.step_size * training.seq_len)
+        metrics.count(examples.train.step_size * training.seq_len)
         if step % run.config.logging.every == 0 or step in (first + 1, training.steps):
             losses.append(loss)
             metrics.log(step, loss=loss, lr=rate, grad_norm=norm, epoch=after.epoch, memory_gib=memory(mesh))
+        if examples.judged_after(step, training.steps):
+            restart_clock = metrics.pause()
+            metrics.evaluated(step, evaluate(model, examples))
+            restart_clock()
         if run.config.checkpoint.every and step % run.config.checkpoint.every == 0:
             restart_clock = metrics.pause()
             saves.begin(progress)
@@ -128,7 +141,7 @@ def take_step(
     run: Run,
     model: Model,
     optimizer: torch.optim.Optimizer,
-    micros: Sequence[Batch],
+    micros: Sequence[Micro],
     labels: int,
     progress: Progress,
 ) -> tuple[float, float, Scale]:
@@ -154,16 +167,7 @@ def take_step(
     return loss, size, scale.after(size, training)
 
 
-def open_batches(run: Run, tokens: text.Tokens, tokenizer: text.Tokenizer) -> Batches:
-    """The batches of this rank."""
-    training, mesh = run.config.training, run.mesh
-    micros = accumulation(training, mesh.dp_degree)
-    data.check_fits(run.config, tokens, tokenizer, *limits(run.base, run.plan))
-    sequences = data.make_sequences(run.config, tokens, tokenizer)
-    return Batches(sequences, training.seed, training.micro_batch_size, micros, mesh.dp_rank, mesh.dp_degree)
-
-
-def open_model(run: Run, start: Path, progress: Progress, trust_remote_code: bool) -> Model:
+def open_model(run: Run, start: Path, progress: Progress, trust_remote_code: bool, packed: bool) -> Model:
     """This rank's part of the model, with the weights in ``start``."""
     config, mesh = run.config, run.mesh
     dtype = master_dtype(config.training.precision)
@@ -181,13 +185,18 @@ def open_model(run: Run, start: Path, progress: Progress, trust_remote_code: boo
         tensors,
         dtype,
         sliced,
+        call=make_call if config.data.dataset is None else lambda _: OwnCall(),
+        whole=config.data.loss is not None,
     )
+    own_loss = together(mesh, lambda: function_of("data.loss", config.data.loss) if config.data.loss else None)
+    packing = together(mesh, lambda: packing_of(module, call, mesh, config) if packed else None)
     speed_up(module, config.parallelism)
     shards = share_out(module, list(layers_of(module)), mesh, config.parallelism)
-    return Model(module, call, cut, mesh, not config.data.pack, config.training.precision, shards)
+    padded = not (config.data.pack and config.data.objective == "causal")
+    return Model(module, call, cut, mesh, padded, config.training.precision, shards, packing, own_loss)
 
 
-def run_micro_batches(model: Model, micros: Sequence[Batch], labels: int, scale: float, seed: int, step: int) -> Tensor:
+def run_micro_batches(model: Model, micros: Sequence[Micro], labels: int, scale: float, seed: int, step: int) -> Tensor:
     """Each micro-batch's share of the mean loss over all ``labels`` of the step; leaves their gradients x ``scale``."""
     shares = []
     for number, micro in enumerate(micros):
@@ -218,7 +227,7 @@ def clip(run: Run, model: Model) -> Tensor:
 
 
 def no_number(
-    run: Run, micros: Sequence[Batch], shares: Tensor, *, loss: float, norm: float, progress: Progress
+    run: Run, micros: Sequence[Micro], shares: Tensor, *, loss: float, norm: float, progress: Progress
 ) -> TrainError:
     """The error of a step whose loss or gradient is no number; its batch is left in the output folder."""
     step, mesh = progress.step + 1, run.mesh
@@ -226,9 +235,7 @@ def no_number(
     stem = run.output / f"bad-step-{step}"
     if mesh.rank == 0:
         tensors = {
-            f"{number}.{name}": value
-            for number, micro in enumerate(micros)
-            for name, value in (("ids", micro.ids), ("labels", micro.labels), ("attention", micro.attention))
+            f"{number}.{name}": value for number, micro in enumerate(micros) for name, value in micro.named().items()
         }
         told = {"step": step, "position": str(progress.position), "losses": str(shares.tolist())}
         with contextlib.suppress(OSError, SafetensorError):  # the first thing to say is what went wrong

@@ -95,6 +95,14 @@ class Metrics:
             self._board.flush()
         return measure
 
+    def evaluated(self, step: int, loss: float) -> None:
+        """Write the loss on what was held out."""
+        self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  eval loss {loss:.4f}")
+        if self._file is not None:
+            print(json.dumps({"step": step, "eval_loss": loss}), file=self._file, flush=True)
+        if self._board is not None:
+            self._board.add_scalar("eval_loss", loss, step)
+
     def pause(self) -> Callable[[], None]:
         """Stop the clock, for a save; the function that is returned starts it again."""
         at = self._clock()

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,9 @@ from tpconvert.planning.slices import divided
 from tpconvert.source import Source, open_source
 from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Boundary, Plan
-from tpconvert.train.config import Parallelism
-from tpconvert.train.data import IGNORE, Batch
+from tpconvert.train.batch import IGNORE, Batch, OwnBatch, moved
+from tpconvert.train.config import Config, Parallelism
+from tpconvert.train.packed import Packing, Trial, find_packing
 from tpconvert.train.shards import Shards
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -51,15 +51,36 @@ class Call:
     """The keyword or place of the token ids."""
     mask: str | None
     constants: Mapping[str, Any]
+    decoder: str | None = None
+    """The keyword of the decoder's ids, which are made of the labels."""
+    words: Tensor | None = None
+    """Ids that the model knows."""
 
-    def __call__(self, module: nn.Module, batch: Batch, *, padded: bool) -> Any:
+    def __call__(self, module: nn.Module, batch: Batch, *, padded: bool, packing: Packing | None = None) -> Any:
         """The module's output; the mask is given where there is padding."""
-        kwargs = dict(self.constants)
-        if padded and self.mask is not None:
-            kwargs[self.mask] = batch.attention
+        kwargs: dict[str, Any] = {}
+        if packing is not None and batch.documents is not None:
+            kwargs = packing.arguments(batch.documents, batch.positions, next(module.parameters()).dtype)
+        elif padded and self.mask is not None:
+            kwargs = {self.mask: batch.attention}
+        if self.decoder is not None:
+            kwargs[self.decoder] = decoder_inputs(module, batch.labels)
+        return self.with_ids(module, batch.ids, kwargs)
+
+    def with_ids(self, module: nn.Module, ids: Tensor, more: Mapping[str, Any]) -> Any:
+        """The module's output for ids and further arguments."""
         if isinstance(self.ids, int):
-            return module(batch.ids, **kwargs)
-        return module(**{self.ids: batch.ids}, **kwargs)
+            return module(ids, **{**self.constants, **more})
+        return module(**{**self.constants, self.ids: ids, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCall:
+    """How the forward is called with a batch of a user's dataset: all of it but the labels."""
+
+    def __call__(self, module: nn.Module, batch: OwnBatch, *, padded: bool, packing: Packing | None = None) -> Any:
+        """The module's output."""
+        return module(**{name: value for name, value in batch.content.items() if name != "labels"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +95,98 @@ class Model:
     padded: bool
     precision: str
     shards: Shards
+    packing: Packing | None = None
+    """How packed documents are kept apart; None where they are not."""
+    own_loss: Callable[[nn.Module, Any], Tensor] | None = None
+    """Instead of cross entropy: the mean loss of a batch."""
 
-    def loss(self, batch: Batch) -> Tensor:
-        """The sum of the cross entropies of all labels, the same on each tp rank."""
-        low = AUTOCAST.get(self.precision)
-        with torch.autocast(self.mesh.device.type, low, enabled=low is not None):
-            logits = logits_of(self.call(self.module, batch, padded=self.padded))
+    def loss(self, batch: Batch | OwnBatch) -> Tensor:
+        """The sum of the losses of all that is counted, the same on each tp rank."""
+        labels = batch.labels if self.own_loss is None else None
+        with lowered(self.mesh, self.precision):
+            if labels is None:
+                return self._own(batch)
+            logits = logits_of(self.call(self.module, batch, padded=self.padded, packing=self.packing))
+        if logits.shape[:-1] != labels.shape:
+            raise _other_shape(tuple(logits.shape), tuple(labels.shape))
         if self.cut:
-            return cross_entropy(logits, batch.labels, self.mesh, self.cut, ignore_index=IGNORE, reduction="sum")
+            return cross_entropy(logits, labels, self.mesh, self.cut, ignore_index=IGNORE, reduction="sum")
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(wide.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def _own(self, batch: Batch | OwnBatch) -> Tensor:
+        assert self.own_loss is not None
+        loss = self.own_loss(self.module, batch.content if isinstance(batch, OwnBatch) else batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(f"data.loss: the function returned {told}.", hint="Return the mean loss of the batch.")
+        return loss.reshape(()) * batch.examples
+
+    def count(self, batches: Sequence[Batch | OwnBatch]) -> int:
+        """What the loss is a mean over: labels, or examples where the loss is the user's own."""
+        return sum(batch.examples if self.own_loss is not None else batch.predicted for batch in batches)
+
+
+def lowered(mesh: Mesh, precision: str) -> Any:
+    """Within it, a forward runs in the precision of the configuration."""
+    low = AUTOCAST.get(precision)
+    return torch.autocast(mesh.device.type, low, enabled=low is not None)
+
+
+def packing_of(module: nn.Module, call: Call, mesh: Mesh, config: Config) -> Packing | None:
+    """How to keep packed documents apart, where that is wanted and a way is found."""
+    wanted, causal, precision = config.data.boundaries, config.data.objective == "causal", config.training.precision
+    if wanted not in ("auto", "attention"):
+        return None
+    dtype = next(module.parameters()).dtype
+
+    def outputs(ids: Tensor, more: Mapping[str, Tensor]) -> Tensor:
+        with lowered(mesh, precision):
+            return logits_of(call.with_ids(module, ids, more))
+
+    trial = Trial(call.words, config.training.seq_len, dtype, _ROUNDED if precision in AUTOCAST else _EXACT)
+    found = find_packing(module, outputs, trial, mesh, causal)
+    if found is None and wanted == "attention":
+        raise ConfigError(
+            "data.boundaries is attention, but it cannot be shown that this model keeps packed documents apart "
+            "(by position_ids, or a mask of four dims in attention_mask).",
+            hint="Use data.boundaries: labels, or data.pack: false.",
+        )
+    return found
+
+
+def told_of_packing(model: Model) -> str:
+    """What is done about the documents that share a sequence."""
+    if model.packing is None:
+        return "packed documents: attention goes across their ends; no label does"
+    names = [name for name in (model.packing.positions, model.packing.mask) if name is not None]
+    return f"packed documents: none sees another (by {' and '.join(names)}, tried out on this model)"
+
+
+_EXACT, _ROUNDED = 1e-3, 5e-2
+"""How far two computations of the same outputs may be apart, relative to their spread."""
+
+
+def decoder_inputs(module: nn.Module, labels: Tensor) -> Tensor:
+    """The target as the decoder is given it: moved by one, as the model itself says."""
+    made = getattr(module, "prepare_decoder_input_ids_from_labels", None)
+    if made is not None:
+        return made(labels=labels)
+    start = getattr(getattr(module, "config", None), "decoder_start_token_id", None)
+    if start is None:
+        raise ConfigError(
+            "data.objective is seq2seq, but the model does not say how its decoder begins "
+            "(decoder_start_token_id in its config.json)."
+        )
+    pad = getattr(module.config, "pad_token_id", None) or 0
+    return torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], 1).where(labels != IGNORE, pad)
+
+
+def _other_shape(logits: tuple[int, ...], labels: tuple[int, ...]) -> ConfigError:
+    return ConfigError(
+        f"The model returns logits of shape {list(logits)}, but the labels have shape {list(labels)}.",
+        hint="Does data.objective fit the head? classification and tagging need one for them, as --task gives it.",
+    )
 
 
 def open_module(folder: Path, plan: Plan, *, trust_remote_code: bool = False) -> Source:
@@ -94,33 +197,22 @@ def open_module(folder: Path, plan: Plan, *, trust_remote_code: bool = False) ->
     return open_source(str(plan.source.get("name", "")))
 
 
-def limits(folder: Path, plan: Plan) -> tuple[int | None, int | None]:
-    """``(words, positions)`` that the model has, where the plan or the configuration in the folder says."""
-    try:
-        held = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        held = {}
-    held = held | (held.get("text_config") or {}) if isinstance(held, dict) else {}
-    cut = [axis.size for axis in plan.axes if axis.pattern == "vocabulary"]
-    words, places = max(cut, default=held.get("vocab_size")), held.get("max_position_embeddings")
-    return words if isinstance(words, int) else None, places if isinstance(places, int) and places > 0 else None
-
-
 def make_call(source: Source) -> Call:
     """How to call the forward: as it was traced, with a batch's ids and mask in place of the example's."""
     if isinstance(source.inputs, tuple):
         if len(source.inputs) != 1 or not _is_ids(source.inputs[0]):
             raise _not_text(source, "more than one tensor of token ids")
-        return Call(0, None, {})
+        return Call(0, None, {}, words=source.inputs[0])
     tensors = {name: value for name, value in source.inputs.items() if isinstance(value, Tensor)}
     mask = "attention_mask" if "attention_mask" in tensors else None
-    found = [name for name, value in tensors.items() if name != mask and _is_ids(value)]
-    if len(found) != 1 or len(tensors) != 1 + bool(mask):
+    decoder = "decoder_input_ids" if "decoder_input_ids" in tensors else None
+    found = [name for name, value in tensors.items() if name not in (mask, decoder) and _is_ids(value)]
+    if len(found) != 1 or len(tensors) != 1 + bool(mask) + bool(decoder):
         raise _not_text(source, ", ".join(tensors))
     if mask is None and "attention_mask" in inspect.signature(source.module.forward).parameters:
         mask = "attention_mask"
     constants = {name: value for name, value in source.inputs.items() if name not in tensors}
-    return Call(found[0], mask, constants)
+    return Call(found[0], mask, constants, decoder, tensors[found[0]])
 
 
 def _is_ids(value: Any) -> bool:
@@ -130,7 +222,7 @@ def _is_ids(value: Any) -> bool:
 def _not_text(source: Source, takes: str) -> ConfigError:
     return ConfigError(
         f"{source.name}: its forward takes {takes}; the trainer gives one tensor of token ids.",
-        hint="Write your own loop, as in examples/own_loop.py.",
+        hint="Set data.dataset and data.loss to functions of yours, or write your own loop as in examples/own_loop.py.",
     )
 
 
@@ -141,13 +233,17 @@ def build(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype,
     sequence_parallel: bool = False,
-) -> tuple[nn.Module, Call, tuple[Block, ...]]:
+    *,
+    call: Callable[[Source], Any] = make_call,
+    whole: bool = False,
+) -> tuple[nn.Module, Any, tuple[Block, ...]]:
     """``(module, how to call it, how its logits are cut)`` of this rank, in train mode, on the mesh's device.
 
-    The logits stay cut where the last thing the forward does is to gather them, which one small forward shows.
+    The logits stay cut where the last thing the forward does is to gather them, which one small forward shows;
+    never where they are to be ``whole``.
     """
     gathers = [b for b in output_gathers(plan) if b.side == "output" and b.dim is not None]
-    for left_out in (gathers, []) if len(gathers) == 1 and mesh.degree > 1 else ([],):
+    for left_out in (gathers, []) if len(gathers) == 1 and mesh.degree > 1 and not whole else ([],):
         opened = source()
         inputs = divided(opened.inputs, plan) if sequence_parallel else opened.inputs
         module = parallelize(opened.module, plan, mesh, gather_output=not left_out, sequence_parallel=sequence_parallel)
@@ -157,7 +253,7 @@ def build(
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
         if not left_out or _ends_in(module, inputs, left_out[0], mesh):
-            return module.train(), make_call(opened), left_out[0].blocks if left_out else ()
+            return module.train(), call(opened), left_out[0].blocks if left_out else ()
     raise AssertionError("the second round has nothing left out")
 
 
@@ -167,7 +263,7 @@ def _ends_in(module: nn.Module, inputs: Any, gather: Boundary, mesh: Mesh) -> bo
     hook = module.get_submodule(gather.module).register_forward_hook(lambda _m, _a, out: seen.append(out))
     try:
         with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):
-            inputs = _moved(inputs, mesh.device)
+            inputs = moved(inputs, mesh.device)
             output = module(*inputs) if isinstance(inputs, tuple) else module(**inputs)
             logits = logits_of(output)
             return any(
@@ -235,14 +331,6 @@ def _keep_or_repeat(_context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPol
     name = str(op)
     dear = any(name.startswith(f"aten.{kind}") for kind in _DEAR) or name.startswith("_c10d_functional.")
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {k: _moved(v, device) for k, v in value.items()}
-    return type(value)(_moved(v, device) for v in value) if isinstance(value, tuple | list) else value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -36,8 +36,8 @@ from tpconvert.parallel.convert import is_parameter, planned_tensors
 from tpconvert.spec.manifest import NAME, Manifest
 from tpconvert.spec.plan import Plan
 from tpconvert.train.config import Config
-from tpconvert.train.data import Position
 from tpconvert.train.optimizer import load_optimizer_tensors, optimizer_tensors
+from tpconvert.train.order import Position
 from tpconvert.train.save import MASTER, Save
 from tpconvert.train.scaling import Scale
 

@@ -1,108 +1,47 @@
-"""Text files to one long array of token ids, written once and mapped into memory by every rank."""
+"""Examples to columns of numbers, written once and mapped into memory by every rank.
+
+A folder of tokens holds, for each column, its numbers one after another and where each example begins in them::
+
+    1f3a.../ tokens.json  ids.bin  ids.starts.npy  [target.bin  target.starts.npy ...]
+"""
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 
 from tpconvert.errors import ConfigError
-from tpconvert.train.config import Data
+from tpconvert.train.data_config import Data, Source
+from tpconvert.train.rows import Row, rows
+from tpconvert.train.sources import Tally, find_files, records, sources_of
+from tpconvert.train.tokenizer import Tokenizer
 
-_CHUNK = 1 << 20
-"""Characters tokenized at once; a document is only divided at the end of a line."""
-_VERSION = 1
-
-
-class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
-
-    size: int
-    start: int | None
-    """Put before each document."""
-    end: int | None
-    """Put after each document."""
-    pad: int
-    mask: int | None
-    wrap: tuple[int, int] | None
-    """What encloses a sequence of a masked LM."""
-    special: frozenset[int]
-    identity: str
-    """Changes whenever its ids do."""
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special ones."""
-        ...
+_VERSION = 2
+_KEYS = (
+    "objective", "documents", "target", "labels", "prefix", "whole_words", "on_bad_line", "boundaries", "pack"
+)  # fmt: skip
+"""Of the data section: what the tokens depend on besides their source."""
 
 
-class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, then end, mask and pad."""
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Numbers of all examples one after another, and where each example begins."""
 
-    size, start, end, mask, pad, wrap = 259, None, 256, 257, 258, None
-    special = frozenset({256, 257, 258})
-    identity = "bytes"
+    values: np.ndarray[Any, Any]
+    starts: np.ndarray[Any, Any]
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The bytes of each text."""
-        return [list(text.encode("utf-8")) for text in texts]
-
-
-class FolderTokenizer:
-    """The tokenizer of a Hugging Face folder or of the hub."""
-
-    def __init__(self, name: str) -> None:
-        from transformers import AutoTokenizer
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        try:
-            inner = AutoTokenizer.from_pretrained(name)
-        except Exception as error:
-            raise ConfigError(
-                f"{name}: no tokenizer can be opened ({_first_line(error)}).",
-                hint="Set data.tokenizer to a folder with tokenizer files, or to bytes.",
-            ) from None
-        self._inner = inner
-        empty = inner("")["input_ids"]
-        self.size = len(inner)
-        self.start = inner.bos_token_id if inner.bos_token_id in empty and inner.cls_token_id is None else None
-        self.end = inner.eos_token_id if inner.eos_token_id is not None else inner.sep_token_id
-        first = [i for i in (inner.pad_token_id, inner.eos_token_id, 0) if i is not None]
-        self.pad = first[0]
-        self.mask = inner.mask_token_id
-        self.wrap = (empty[0], empty[-1]) if len(empty) == 2 else None
-        self.special = frozenset(inner.all_special_ids)
-        backend = getattr(inner, "backend_tokenizer", None)
-        text = backend.to_str() if backend is not None else json.dumps(sorted(inner.get_vocab().items()))
-        self.identity = hashlib.sha256(text.encode()).hexdigest()
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special ones."""
-        ids: list[list[int]] = self._inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
-
-def open_tokenizer(data: Data, folder: Path) -> Tokenizer:
-    """The tokenizer that the configuration names, or the one in the sharded folder."""
-    if data.tokenizer == "bytes":
-        return ByteTokenizer()
-    if data.tokenizer is not None:
-        return FolderTokenizer(data.tokenizer)
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        raise ConfigError(
-            f"{folder}: there is no tokenizer in this folder.",
-            hint="Set data.tokenizer to a folder with tokenizer files, or to bytes.",
-        )
-    return FolderTokenizer(str(folder))
+    def row(self, index: int) -> np.ndarray[Any, Any]:
+        """The numbers of one example."""
+        return self.values[int(self.starts[index]) : int(self.starts[index + 1])].astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,74 +50,37 @@ class Tokens:
 
     ids: np.ndarray[Any, Any]
     starts: np.ndarray[Any, Any]
-    """One more than there are documents."""
+    """Where document i begins; one more entry, the end of the last."""
     largest: int
-    """The largest id."""
+    """The largest id of a word."""
+    more: Mapping[str, Column] = field(default_factory=dict)
+    """Further columns: begins, target, label, tags."""
+    bad: int = 0
+    """Lines that were left out."""
+    named: tuple[str, ...] = ()
+    """The first of them."""
+
+    def row(self, index: int) -> np.ndarray[Any, Any]:
+        """The ids of one example."""
+        return Column(self.ids, self.starts).row(index)
+
+    @property
+    def largest_label(self) -> int:
+        """The largest number of a class or tag; -1 where there are none."""
+        columns = [self.more[name].values for name in ("label", "tags") if name in self.more]
+        return max((int(values.max(initial=-1)) for values in columns), default=-1)
 
 
-def find_files(data: Data) -> list[Path]:
-    """The files that ``data.path`` names, sorted; an entry that names none is an error."""
-    out: list[Path] = []
-    for entry in data.path:
-        path = Path(entry).expanduser()
-        if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl", ".json"))
-            if not found:
-                raise ConfigError(f"data.path: the folder {path} has no .txt or .jsonl file.")
-        else:
-            found = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207 - of any root
-            if not found:
-                raise ConfigError(f"data.path: there is no file {path} (looked in {Path.cwd()}).")
-        out += found
-    return out
-
-
-def documents(files: Sequence[Path], data: Data) -> Iterator[str]:
-    """The texts of all documents, in order; a line that is not as it should be is named."""
-    for path in files:
-        jsonl = data.format == "jsonl" or (data.format == "auto" and path.suffix in (".jsonl", ".json"))
-        try:
-            with path.open(encoding="utf-8") as file:
-                if jsonl:
-                    yield from _json_lines(path, file, data.field)
-                elif data.documents == "line":
-                    yield from (line.rstrip("\n") for line in file if line.strip())
-                elif text := file.read():
-                    yield text
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason}).") from None
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
-
-
-def _json_lines(path: Path, lines: Iterator[str], key: str) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}: not JSON ({error}).") from None
-        if not isinstance(item, dict) or not isinstance(item.get(key), str):
-            raise ConfigError(f"{path}, line {number}: {_untold(item, key)}.", hint="Set data.field.")
-        if item[key]:
-            yield item[key]
-
-
-def _untold(item: Any, key: str) -> str:
-    """Why a line of JSONL has no text."""
-    if isinstance(item, dict) and key in item:
-        return f"under the key {key!r} is {json.dumps(item[key])[:60]}, which is no text"
-    keys = f"; its keys are {', '.join(map(str, item))}" if isinstance(item, dict) else ""
-    return f"there is no text under the key {key!r}{keys}"
-
-
-def tokenize(data: Data, tokenizer: Tokenizer, cache: Path) -> Path:
-    """The folder with the tokens of all files, made unless the cache has it already."""
-    files = find_files(data)
-    seen = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    key = json.dumps([_VERSION, tokenizer.identity, data.format, data.documents, data.field, seen])
-    out = cache / hashlib.sha256(key.encode()).hexdigest()[:16]
+def tokenize(
+    data: Data,
+    tokenizer: Tokenizer,
+    cache: Path,
+    source: Source | None = None,
+    labels: Mapping[str, int] | None = None,
+) -> Path:
+    """The folder with the tokens of a source (by default the only one), made unless the cache has it already."""
+    source, labels = source or sources_of(data)[0], labels or {}
+    out = cache / _key(data, tokenizer, source, labels)
     if out.exists():
         return out
     try:
@@ -189,8 +91,9 @@ def tokenize(data: Data, tokenizer: Tokenizer, cache: Path) -> Path:
             f"{cache}: tokens cannot be stored there ({error.strerror}).", hint="Set data.cache."
         ) from None
     try:
-        if not _write(work, documents(files, data), tokenizer):
-            raise ConfigError(f"data.path: there is no text in {', '.join(map(str, data.path))}.")
+        tally = Tally(stop=data.on_bad_line == "stop")
+        raw = records(source, data, tally)
+        _write(work, rows(raw, str(source.field), data, tokenizer, labels, tally), tokenizer.size, source, tally)
         try:
             work.rename(out)
         except OSError:  # another run made it in the meantime
@@ -204,57 +107,53 @@ def tokenize(data: Data, tokenizer: Tokenizer, cache: Path) -> Path:
 def open_tokens(folder: Path) -> Tokens:
     """The tokens of a folder that :func:`tokenize` made, mapped into memory."""
     about = json.loads((folder / "tokens.json").read_text())
-    ids = np.memmap(folder / "tokens.bin", dtype=about["dtype"], mode="r")
-    return Tokens(ids, np.load(folder / "starts.npy"), about["largest"])
+    columns = {name: _column(folder, name, dtype) for name, dtype in about["columns"].items()}
+    ids = columns.pop("ids")
+    return Tokens(ids.values, ids.starts, about["largest"], columns, about["bad"], tuple(about["named"]))
 
 
-def _write(folder: Path, texts: Iterator[str], tokenizer: Tokenizer) -> int:
-    """Write the tokens of ``texts``; the number of documents that had any."""
-    dtype = "uint16" if tokenizer.size <= 1 << 16 else "int32"
-    starts, largest = [0], 0
-    with (folder / "tokens.bin").open("wb") as file:
-        for batch in _batches(texts):
-            for chunks, ids in zip(batch, _encode(batch, tokenizer), strict=True):
-                body = np.asarray(ids, dtype=np.int64)
-                before = [tokenizer.start] if chunks[0] and tokenizer.start is not None else []
-                after = [tokenizer.end] if chunks[1] and tokenizer.end is not None else []
-                line = np.concatenate([np.asarray(before, np.int64), body, np.asarray(after, np.int64)])
-                line.astype(dtype).tofile(file)
-                largest = max(largest, int(line.max(initial=0)))
-                if chunks[0]:
-                    starts.append(starts[-1])
-                starts[-1] += len(line)
-    np.save(folder / "starts.npy", np.asarray(starts, dtype=np.int64))
-    (folder / "tokens.json").write_text(json.dumps({"dtype": dtype, "largest": largest}))
-    return len(starts) - 1
+def _key(data: Data, tokenizer: Tokenizer, source: Source, labels: Mapping[str, int]) -> str:
+    """A name that changes with whatever the tokens depend on."""
+    local = source.path or ((source.hub,) if source.hub and Path(source.hub).is_dir() else ())
+    files = find_files(local) if local else []
+    seen = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    settings = data.model_dump(mode="json", include=set(_KEYS))
+    about = source.model_dump(mode="json", exclude={"path", "weight"})
+    key = json.dumps([_VERSION, tokenizer.identity, settings, about, seen, labels], sort_keys=True)
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-Chunk = tuple[bool, bool, str]
-"""Whether it begins a document, whether it ends one, and its text."""
+def _column(folder: Path, name: str, dtype: str) -> Column:
+    path = folder / f"{name}.bin"
+    empty = path.stat().st_size == 0  # which no map can be of
+    values = np.zeros(0, dtype) if empty else np.memmap(path, dtype=dtype, mode="r")
+    return Column(values, np.load(folder / f"{name}.starts.npy"))
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[Chunk]]:
-    """Chunks of documents, some megabytes at a time."""
-    batch: list[Chunk] = []
-    size = 0
-    for text in texts:
-        at = 0
-        while at < len(text):
-            stop = len(text) if len(text) - at <= _CHUNK else (text.rfind("\n", at, at + _CHUNK) + 1 or at + _CHUNK)
-            batch.append((at == 0, stop == len(text), text[at:stop]))
-            size += stop - at
-            at = stop
-            if size >= _CHUNK:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _encode(batch: Sequence[Chunk], tokenizer: Tokenizer) -> list[list[int]]:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    return tokenizer.encode([text for _, _, text in batch])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _write(folder: Path, made: Iterator[Row], words: int, source: Source, tally: Tally) -> None:
+    """Write all columns; a source that gives no row is an error."""
+    dtypes = {"ids": "uint16" if words <= 1 << 16 else "int32", "begins": "uint8", "tags": "int32", "label": "int32"}
+    dtypes["target"] = dtypes["ids"]
+    starts: dict[str, list[int]] = {}
+    files: dict[str, IO[bytes]] = {}
+    largest = -1
+    with contextlib.ExitStack() as stack:
+        for row in made:
+            for name, numbers in row.columns.items():
+                if name not in files:
+                    files[name] = stack.enter_context((folder / f"{name}.bin").open("wb"))
+                    starts[name] = [0]
+                values = np.asarray(numbers, dtype=np.int64)
+                values.astype(dtypes[name]).tofile(files[name])
+                if row.new:
+                    starts[name].append(starts[name][-1])
+                starts[name][-1] += len(values)
+                if name in ("ids", "target"):
+                    largest = max(largest, int(values.max(initial=-1)))
+    if largest < 0:
+        left_out = f" ({tally.count} bad lines were left out, the first: {tally.first[0]})" if tally.count else ""
+        raise ConfigError(f"data.path: there is no text in {source.hub or ', '.join(source.path)}{left_out}.")
+    for name, numbers in starts.items():
+        np.save(folder / f"{name}.starts.npy", np.asarray(numbers, dtype=np.int64))
+    about = {"columns": {name: dtypes[name] for name in starts}, "largest": largest}
+    (folder / "tokens.json").write_text(json.dumps(about | {"bad": tally.count, "named": tally.first}))

@@ -1,0 +1,131 @@
+"""Packed documents are as good as documents by themselves, or the run says that they are not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from tests.train.test_huggingface import SIZES, save_tokenizer
+from tests.train.tiny import make_folder, make_text
+from tpconvert.checkpoint import shard
+from tpconvert.errors import ConfigError
+from tpconvert.parallel import make_mesh
+from tpconvert.planning import make_plan
+from tpconvert.source import open_source
+from tpconvert.train.config import Config, make_config
+from tpconvert.train.data import IGNORE, Position, open_data
+from tpconvert.train.loop import train
+
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "window": lambda: MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=7)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=40)),
+    "bert": lambda: BertForMaskedLM(BertConfig(**SIZES)),
+    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)),
+}
+
+
+def sharded(tmp_path: Path, name: str, tp: int = 1) -> Path:
+    torch.manual_seed(0)
+    MODELS[name]().save_pretrained(tmp_path / "source")
+    save_tokenizer(tmp_path / "source", name == "bert")
+    source = open_source(str(tmp_path / "source"))
+    plan = make_plan(source.module, source.inputs, tp=tp, source=source.description)
+    shard(source.weights(), plan, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def settings(tmp_path: Path, objective: str = "causal", **data) -> Config:
+    return make_config({
+        "training": {"steps": 1, "micro_batch_size": 4, "seq_len": 32, "precision": "fp32"},
+        "data": {"path": str(make_text(tmp_path / "text.txt")), "objective": objective, "documents": "line", **data},
+        "logging": {"every": 1, "tensorboard": False},
+    })  # fmt: skip
+
+
+def first_batch(folder: Path, config: Config, mesh):
+    from tpconvert.checkpoint import read_plan
+
+    data = open_data(folder, folder, read_plan(folder), config, mesh, True)
+    return next(data.train.steps(Position()))[0][0]
+
+
+def loss_of_each_alone(model: torch.nn.Module, batch) -> float:
+    """The mean loss over all documents, each run by itself."""
+    total, count = 0.0, 0
+    for row in range(len(batch.ids)):
+        for number in batch.documents[row].unique():
+            inside = batch.documents[row] == number
+            ids, labels = batch.ids[row][inside], batch.labels[row][inside]
+            with torch.no_grad():
+                logits = model(input_ids=ids[None]).logits[0]
+            total += F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum").item()
+            count += int((labels != IGNORE).sum())
+    return total / count
+
+
+def run(mesh, folder: Path, config: Config, output: Path) -> list[float]:
+    return train(folder, config, mesh, output=output)
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama", 1), ("llama", 2), ("window", 1), ("gpt2", 1), ("gpt2", 2)])
+def test_the_loss_of_packed_documents_is_that_of_each_alone(run_ranks, tmp_path: Path, name: str, tp: int):
+    folder, config = sharded(tmp_path, name, tp), settings(tmp_path, boundaries="attention")
+    batch = first_batch(folder, config, make_mesh(1))
+    assert (batch.documents[:, -1] > 0).any()
+    model = MODELS[name]().from_pretrained(tmp_path / "source").eval()
+    expected = loss_of_each_alone(model, batch)
+    ours = run_ranks(evaluated, tp, folder, config, tmp_path / "run")
+    assert all(abs(loss - expected) < 1e-5 * expected for loss in ours)
+
+
+def evaluated(mesh, folder: Path, config: Config, output: Path) -> float:
+    """The loss of the first batch in evaluation mode, by the trainer's own model."""
+    from tpconvert.checkpoint import read_plan
+    from tpconvert.train.loop import open_model
+    from tpconvert.train.state import Progress, Run
+
+    batch = first_batch(folder, config, mesh)
+    model = open_model(Run(folder, output, read_plan(folder), config, mesh), folder, Progress(), False, True)
+    model.module.eval()
+    with torch.no_grad():
+        return model.loss(batch).item() / batch.predicted
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_masked_documents_that_are_packed_have_the_loss_of_each_alone(run_ranks, tmp_path: Path, tp: int):
+    folder, config = sharded(tmp_path, "bert", tp), settings(tmp_path, "masked", boundaries="attention")
+    batch = first_batch(folder, config, make_mesh(1))
+    assert (batch.documents[:, -1] > 1).all() and (batch.attention == 0).any()
+    expected = loss_of_each_alone(BertForMaskedLM.from_pretrained(tmp_path / "source").eval(), batch)
+    ours = run_ranks(evaluated, tp, folder, config, tmp_path / "run")
+    assert all(abs(loss - expected) < 1e-5 * expected for loss in ours)
+
+
+def test_a_model_that_cannot_keep_documents_apart_says_so(tmp_path: Path, capsys):
+    folder = make_folder(tmp_path / "model", 1)
+    config = settings(tmp_path, tokenizer="bytes")
+    train(folder, config, make_mesh(1), output=tmp_path / "run")
+    assert "packed documents: attention goes across their ends; no label does" in capsys.readouterr().out
+    stricter = settings(tmp_path, tokenizer="bytes", boundaries="attention")
+    with pytest.raises(ConfigError, match=r"it cannot be shown that this model keeps packed documents apart .*labels"):
+        train(folder, stricter, make_mesh(1), output=tmp_path / "other")
+
+
+def test_one_document_is_trained_without_asking_the_model_anything(tmp_path: Path, capsys):
+    folder, config = make_folder(tmp_path / "model", 1), settings(tmp_path, tokenizer="bytes", documents="file")
+    train(folder, config, make_mesh(1), output=tmp_path / "run")
+    assert "packed documents" not in capsys.readouterr().out

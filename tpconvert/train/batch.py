@@ -1,0 +1,167 @@
+"""Micro-batches: rows stacked, counted, and told apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tpconvert.errors import ConfigError
+from tpconvert.train.rows import IGNORE
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch of text; ``[B, T]`` unless said otherwise.  A label stands where the output predicts it."""
+
+    ids: Tensor
+    labels: Tensor
+    """Of classes ``[B]``; of targets as long as those."""
+    attention: Tensor
+    """1 where there is a token, 0 where there is padding."""
+    documents: Tensor | None = None
+    """Where documents are packed and kept apart: the number of each position's."""
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        return Batch(*(None if t is None else t.to(device, non_blocking=True) for t in self.tensors()))
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All there is in it."""
+        return self.ids, self.labels, self.attention, self.documents
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors by their names."""
+        names = ("ids", "labels", "attention", "documents")
+        return {name: tensor for name, tensor in zip(names, self.tensors(), strict=True) if tensor is not None}
+
+    @property
+    def examples(self) -> int:
+        """Rows."""
+        return len(self.ids)
+
+    @property
+    def predicted(self) -> int:
+        """Positions that are to be predicted."""
+        return int((self.labels != IGNORE).sum())
+
+    @property
+    def positions(self) -> Tensor:
+        """The place of each token in its own document."""
+        places = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
+        if self.documents is None:
+            return places
+        first = torch.ones_like(self.documents, dtype=torch.bool)
+        first[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
+        return places - torch.where(first, places, 0).cummax(1).values
+
+
+@dataclass(frozen=True, slots=True)
+class OwnBatch:
+    """One micro-batch of a user's dataset, whatever that is."""
+
+    content: Any
+    examples: int
+
+    def to(self, device: torch.device) -> OwnBatch:
+        """The same batch with its tensors on a device."""
+        return OwnBatch(moved(self.content, device), self.examples)
+
+    def tensors(self) -> tuple[Any, ...]:
+        """All there is in it."""
+        return tuple(leaves(self.content))
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors by their names or numbers."""
+        items = self.content.items() if isinstance(self.content, Mapping) else enumerate(self.tensors())
+        return {str(name): value.contiguous() for name, value in items if isinstance(value, Tensor)}
+
+    @property
+    def labels(self) -> Tensor:
+        """What is under the key ``labels``."""
+        labels = self.content.get("labels") if isinstance(self.content, Mapping) else None
+        if not isinstance(labels, Tensor):
+            raise ConfigError(
+                "data.dataset: its examples have no labels for the loss.",
+                hint="Give dicts of the forward's arguments with 'labels' beside them, or set data.loss.",
+            )
+        return labels
+
+    @property
+    def predicted(self) -> int:
+        """The labels that are not to be ignored."""
+        return int((self.labels != IGNORE).sum())
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same with every tensor in it on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {k: moved(v, device) for k, v in value.items()}
+    return type(value)(moved(v, device) for v in value) if isinstance(value, tuple | list) else value
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What is in nested lists and dicts."""
+    if isinstance(value, Mapping | tuple | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def collate(rows: Sequence[Any]) -> Batch:
+    """Sequences of equal lengths as one batch."""
+    ids, labels = (torch.from_numpy(np.stack([r[name] for r in rows])) for name in ("ids", "labels"))
+    length = torch.tensor([r["used"] for r in rows])
+    attention = (torch.arange(ids.shape[1]) < length[:, None]).long()
+    packed = "documents" in rows[0]
+    return Batch(ids, labels, attention, torch.from_numpy(np.stack([r["documents"] for r in rows])) if packed else None)
+
+
+def count_labels(batches: Sequence[Batch | OwnBatch]) -> int:
+    """Positions that are to be predicted."""
+    return sum(batch.predicted for batch in batches)
+
+
+def fingerprint(batches: Sequence[Batch | OwnBatch]) -> str:
+    """A hash that is equal exactly when the batches are."""
+    digest = hashlib.sha256()
+    for part in _parts(batches):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(batches: Sequence[Batch | OwnBatch]) -> Iterator[bytes]:
+    for batch in batches:
+        for value in batch.tensors():
+            if isinstance(value, Tensor):
+                yield repr((value.dtype, value.shape)).encode()
+                yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            else:
+                yield repr(value).encode()
+
+
+def check_fingerprints(prints: Sequence[str], tp: int) -> None:
+    """Raise unless the tp ranks of each dp rank have one batch and no two dp ranks have the same; by world rank."""
+    for rank, text in enumerate(prints):
+        first = rank // tp * tp
+        if text != prints[first]:
+            raise ConfigError(
+                f"Ranks {first} and {rank} are tp ranks of one dp rank, but their first batches differ.",
+                hint="Give every node the same files.",
+            )
+    owners: dict[str, int] = {}
+    for rank in range(0, len(prints), tp):
+        other = owners.setdefault(prints[rank], rank)
+        if other != rank:
+            raise ConfigError(
+                f"Ranks {other} and {rank} are different dp ranks, but their first batches are the same.",
+                hint="Does the text repeat itself?",
+            )

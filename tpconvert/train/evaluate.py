@@ -1,0 +1,28 @@
+"""The loss on what was held out."""
+
+from __future__ import annotations
+
+import torch
+
+from tpconvert.train.data import Data
+from tpconvert.train.model import Model
+from tpconvert.train.ranks import summed_over_dp
+
+
+def evaluate(model: Model, data: Data) -> float:
+    """The mean loss on the held-out set, in evaluation mode; the same on all ranks."""
+    assert data.held is not None
+    device = model.mesh.device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    model.module.eval()
+    try:
+        with torch.no_grad():
+            for number, (batch, counts) in enumerate(data.held.batches(data.most)):
+                torch.manual_seed(number)  # for a loss that draws; a step of training seeds anew
+                loss = model.loss(batch.to(device))
+                if counts:
+                    sums += torch.stack([loss.double(), torch.tensor(float(model.count([batch])), device=device)])
+    finally:
+        model.module.train()
+    total, count = summed_over_dp(sums, model.mesh).tolist()
+    return total / max(count, 1.0)

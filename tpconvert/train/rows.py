@@ -1,0 +1,251 @@
+"""From raw examples to rows of token ids: one function for each thing that can be learned.
+
+A row is a few columns of whole numbers.  Long documents come in several rows, of which only the first is ``new``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tpconvert.errors import ConfigError
+from tpconvert.train.data_config import Data
+from tpconvert.train.sources import Record, Tally
+from tpconvert.train.tokenizer import Pieces, Tokenizer
+
+IGNORE = -100
+"""The label of a position that is not to be predicted."""
+CHUNK = 1 << 20
+"""Characters tokenized at once; a document is only divided at the end of a line."""
+_TARGETS = {"seq2seq": "target", "classification": "label", "tagging": "tags"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Some numbers of one example, by the column they belong to."""
+
+    columns: Mapping[str, Sequence[int]]
+    new: bool = True
+    """Whether it begins an example, rather than going on with the one before."""
+
+
+def rows(
+    records: Iterator[Record], field: str, data: Data, tokenizer: Tokenizer, labels: Mapping[str, int], tally: Tally
+) -> Iterator[Row]:
+    """The rows of all records that the objective can use."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if data.objective in ("causal", "masked"):
+        return _documents(_texts(records, field, tally), data, tokenizer)
+    target = data.target or _TARGETS[data.objective]
+    if data.objective == "seq2seq":
+        return _pairs(records, field, target, data.prefix, tokenizer, tally)
+    if data.objective == "classification":
+        return _classified(records, field, target, tokenizer, labels, tally)
+    return _tagged(records, field, target, tokenizer, labels, tally)
+
+
+def value_at(item: Any, key: str) -> Any:
+    """What is under a key, or under a path of keys with dots between; None where there is nothing."""
+    if isinstance(item, Mapping) and key in item:
+        return item[key]
+    first, dot, rest = key.partition(".")
+    return value_at(item[first], rest) if dot and isinstance(item, Mapping) and first in item else None
+
+
+# -- text ---------------------------------------------------------------------------------------------------------
+
+
+def _texts(records: Iterator[Record], field: str, tally: Tally) -> Iterator[str]:
+    for record in records:
+        text = value_at(record.item, field)
+        if not isinstance(text, str):
+            tally.bad(record.where, _untold(record.item, field, "text"), "Set data.field")
+        elif text:
+            yield text
+
+
+def _untold(item: Any, key: str, wanted: str) -> str:
+    """Why an item has not what is wanted under a key."""
+    found = value_at(item, key)
+    if found is not None:
+        return f"under the key {key!r} is {json.dumps(found, default=str)[:60]}, which is no {wanted}"
+    keys = f"; its keys are {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
+    return f"there is no {wanted} under the key {key!r}{keys}"
+
+
+Chunk = tuple[bool, bool, str]
+"""Whether it begins a document, whether it ends one, and its text."""
+
+
+def _documents(texts: Iterator[str], data: Data, tokenizer: Tokenizer) -> Iterator[Row]:
+    """Documents with what the tokenizer puts around them, unless each sequence is to be framed anyway."""
+    alone = data.boundaries != "none" or not data.pack
+    framed = data.objective == "masked" and tokenizer.frame != ((), ()) and alone
+    start = [] if framed or tokenizer.start is None else [tokenizer.start]
+    end = [] if framed or tokenizer.end is None else [tokenizer.end]
+    for batch in _batches(texts):
+        parts = [text for _, _, text in batch]
+        if data.whole_words:
+            encoded = [(p.ids, _begins(p, text)) for p, text in zip(tokenizer.pieces(parts), parts, strict=True)]
+        else:
+            encoded = [(ids, []) for ids in tokenizer.encode(parts)]
+        for (opens, closes, _), (ids, begins) in zip(batch, encoded, strict=True):
+            before, after = (start if opens else []), (end if closes else [])
+            columns = {"ids": [*before, *ids, *after]}
+            if data.whole_words:
+                columns["begins"] = [*(1 for _ in before), *begins, *(1 for _ in after)]
+            yield Row(columns, opens)
+
+
+def _begins(pieces: Pieces, text: str) -> list[int]:
+    """1 where a token begins a word: the tokenizer says so, or there is a space before or in front of it."""
+    out, before = [], -1
+    for (first, last), word in zip(pieces.spans, pieces.words, strict=True):
+        spaced = text[first:last][:1].isspace() or (first > 0 and text[first - 1].isspace())
+        out.append(int(not out or word != before or (spaced and first != last)))
+        before = -1 if word is None else word
+    return out
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[Chunk]]:
+    """Chunks of documents, some megabytes at a time."""
+    batch: list[Chunk] = []
+    size = 0
+    for text in texts:
+        at = 0
+        while at < len(text):
+            stop = len(text) if len(text) - at <= CHUNK else (text.rfind("\n", at, at + CHUNK) + 1 or at + CHUNK)
+            batch.append((at == 0, stop == len(text), text[at:stop]))
+            size += stop - at
+            at = stop
+            if size >= CHUNK:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+# -- examples with something to predict ------------------------------------------------------------------------------
+
+_TOGETHER = 1000
+"""Examples tokenized at once."""
+
+
+def _pairs(
+    records: Iterator[Record], field: str, target: str, prefix: str, tokenizer: Tokenizer, tally: Tally
+) -> Iterator[Row]:
+    """Source and target texts."""
+
+    def good() -> Iterator[tuple[str, str]]:
+        for record in records:
+            source, wanted = value_at(record.item, field), value_at(record.item, target)
+            if not isinstance(source, str):
+                tally.bad(record.where, _untold(record.item, field, "text"), "Set data.field")
+            elif not isinstance(wanted, str):
+                tally.bad(record.where, _untold(record.item, target, "text"), "Set data.target")
+            else:
+                yield prefix + source, wanted
+
+    for some in _some(good()):
+        sources, targets = tokenizer.encode([s for s, _ in some]), tokenizer.encode([t for _, t in some])
+        yield from (Row({"ids": s, "target": t}) for s, t in zip(sources, targets, strict=True))
+
+
+def _classified(
+    records: Iterator[Record], field: str, target: str, tokenizer: Tokenizer, labels: Mapping[str, int], tally: Tally
+) -> Iterator[Row]:
+    """Texts and the number of their class."""
+
+    def good() -> Iterator[tuple[str, int]]:
+        for record in records:
+            text, wanted = value_at(record.item, field), value_at(record.item, target)
+            if not isinstance(text, str):
+                tally.bad(record.where, _untold(record.item, field, "text"), "Set data.field")
+            elif wanted is None:
+                tally.bad(record.where, _untold(record.item, target, "label"), "Set data.target")
+            elif (number := _number(wanted, labels)) is None:
+                tally.bad(record.where, _unknown(wanted, labels), "Set data.labels")
+            else:
+                yield text, number
+
+    for some in _some(good()):
+        encoded = tokenizer.encode([text for text, _ in some])
+        yield from (Row({"ids": ids, "label": [label]}) for ids, (_, label) in zip(encoded, some, strict=True))
+
+
+def _tagged(
+    records: Iterator[Record], field: str, target: str, tokenizer: Tokenizer, labels: Mapping[str, int], tally: Tally
+) -> Iterator[Row]:
+    """Words, and a tag for the first token of each."""
+
+    def good() -> Iterator[tuple[list[str], list[int]]]:
+        for record in records:
+            words, wanted = value_at(record.item, field), value_at(record.item, target)
+            if not _is_list(words) or not all(isinstance(w, str) for w in words):
+                tally.bad(record.where, _untold(record.item, field, "list of words"), "Set data.field")
+            elif not _is_list(wanted):
+                tally.bad(record.where, _untold(record.item, target, "list of tags"), "Set data.target")
+            elif len(words) != len(wanted):
+                tally.bad(record.where, f"{len(words)} words, but {len(wanted)} tags")
+            else:
+                numbers = [_number(tag, labels) for tag in wanted]
+                if None in numbers:
+                    tally.bad(record.where, _unknown(wanted[numbers.index(None)], labels), "Set data.labels")
+                else:
+                    yield words, [n for n in numbers if n is not None]
+
+    for some in _some(good()):
+        encoded = tokenizer.pieces([" ".join(words) for words, _ in some])
+        for pieces, (words, tags) in zip(encoded, some, strict=True):
+            yield Row({"ids": pieces.ids, "tags": _aligned(pieces, words, tags)})
+
+
+def _aligned(pieces: Pieces, words: Sequence[str], tags: Sequence[int]) -> list[int]:
+    """The tag of each word at its first token; every other token has none."""
+    ends = list(itertools.accumulate(len(word) + 1 for word in words))
+    out, word, tagged = [], 0, -1
+    for first, last in pieces.spans:
+        while word < len(words) - 1 and last > ends[word]:
+            word += 1
+        fresh = last > first and word > tagged
+        out.append(tags[word] if fresh else IGNORE)
+        tagged = word if fresh else tagged
+    return out
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value)
+
+
+def _number(value: Any, labels: Mapping[str, int]) -> int | None:
+    """The number of a label; None for what is none."""
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, int):
+        return value if value >= 0 and (not labels or value in labels.values()) else None
+    return labels.get(value) if isinstance(value, str) else None
+
+
+def _unknown(value: Any, labels: Mapping[str, int]) -> str:
+    known = f"the labels are {', '.join(list(labels)[:12])}" if labels else "no names of labels are known"
+    return f"{json.dumps(value, default=str)[:60]} is no label; {known}"
+
+
+def _some(items: Iterator[Any]) -> Iterator[list[Any]]:
+    """The items, some at a time."""
+    while some := list(itertools.islice(items, _TOGETHER)):
+        yield some
+
+
+def label_names(data: Data, config: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of the labels: by ``data.labels``, else as the model's configuration names them."""
+    if data.labels:
+        if len(set(data.labels)) != len(data.labels):
+            raise ConfigError("data.labels: a name is there twice.")
+        return {name: number for number, name in enumerate(data.labels)}
+    named = config.get("id2label") or {}
+    return {str(name): int(number) for number, name in named.items()}
