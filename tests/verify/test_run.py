@@ -16,6 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.verify import sources
 from tpconvert.cli import main
+from tpconvert.errors import NotRunError, PlanError, RewriteError
+from tpconvert.verify.apart import apart
+from tpconvert.verify.run import _failed
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
@@ -124,6 +127,31 @@ def test_ranks_on_gpus_are_refused_where_there_are_too_few(monkeypatch):
     assert result.stderr.splitlines() == [
         "error: 2 ranks need a GPU each, and torch finds 1 on this machine. Verify on CPUs."
     ]
+
+
+def test_a_machine_with_gpus_plans_in_a_process_of_its_own(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert apart(lambda: str(os.getpid())) != str(os.getpid())
+    with pytest.raises(PlanError, match=r"it cannot be\. But so it can"):
+        apart(lambda: raises(RewriteError("", "it cannot be.")))
+    with pytest.raises(NotRunError, match=r"died \(exit code 7\)"):
+        apart(lambda: os._exit(7))
+    result = verify(name_of("mlp"), "--tp", 2)  # on CPUs all the same
+    assert result.exit_code == 0, result.output
+
+
+def raises(error):
+    error.hint = "But so it can."
+    raise error
+
+
+def test_where_no_rank_can_be_forked_it_says_so():
+    trace = "Traceback\n  line\nRuntimeError: Unable to handle autograd's threading with fork-based\nmore words\n\n"
+    assert str(_failed(trace)) == (
+        "A rank failed: RuntimeError: Unable to handle autograd's threading with fork-based "
+        "After a backward pass on a machine with GPUs no rank can be forked: use tpconvert verify, or torchrun."
+    )
+    assert str(_failed("Traceback\nwords")) == "A rank failed: words"
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
@@ -126,7 +127,7 @@ def _on_ranks(source: Source, plan: Plan, how: _How) -> Result:
             while not context.join():
                 pass
         except mp.ProcessRaisedException as error:
-            raise _told(Path(scratch)) or NotRunError(f"A rank failed: {_last_line(str(error))}") from error
+            raise _told(Path(scratch)) or _failed(str(error)) from error
         except mp.ProcessExitedException as error:
             raise NotRunError(f"A rank died ({error}).", hint="Is there enough memory? Try --twin.") from None
         finally:
@@ -189,8 +190,13 @@ def _under_torchrun(source: Source, plan: Plan, how: _How) -> Result:
     return found
 
 
-def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.strip().splitlines()) if line.strip()), "no message")
+def _failed(trace: str) -> NotRunError:
+    """A rank's error, of which nobody thought."""
+    lines = [line for line in trace.splitlines() if line.strip()]
+    said = [line for line in lines if re.match(r"\S*(Error|Exception)\b", line)]
+    forked = "fork" in trace or "initialization error" in trace
+    hint = "After a backward pass on a machine with GPUs no rank can be forked: use tpconvert verify, or torchrun."
+    return NotRunError(f"A rank failed: {[*lines, *said][-1]}", hint=hint * forked)
 
 
 # -- lockstep ---------------------------------------------------------------------------------------------------

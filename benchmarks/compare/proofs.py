@@ -1,0 +1,60 @@
+"""``tpconvert verify`` of small models on GPU ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.processes import Job, Turn
+from tpconvert.errors import TPConvertError
+
+SMALL = Path(__file__).parent / "small.py"
+
+
+def proofs(degrees: list[int], toy: bool) -> list[Job]:
+    """One job a model, degree and dtype; each starts ranks of its own."""
+    kinds = [("llama", "float32")] if toy else [
+        (m, d) for m in ("llama", "gpt2", "t5", "mixtral") for d in ("float32", "bfloat16")
+    ]  # fmt: skip
+    jobs = [Job(f"verify {m} tp={tp} {d}", _proved, (m, tp, d, toy), limit=100) for tp in degrees for m, d in kinds]
+    if not toy:
+        jobs += [
+            Job(
+                f"verify {m} tp={degrees[0]} sequence parallel",
+                _proved,
+                (m, degrees[0], "float32", toy, True),
+                limit=100,
+            )
+            for m in ("llama", "gpt2")
+        ]
+    return jobs
+
+
+def _proved(rank: int, turn: Turn, model: str, tp: int, dtype: str, toy: bool, sliced: bool = False) -> dict[str, Any]:
+    from tpconvert.cli import main
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    arguments = ["verify", f"{SMALL}:{model}", "--tp", str(tp), "--dtype", dtype, "--json"]
+    arguments += ["--device", "cpu" if toy else "cuda"] + ["--sequence-parallel"] * sliced
+    said = io.StringIO()
+    code = 0
+    with turn.preparing(), contextlib.redirect_stdout(said):
+        try:
+            main(arguments, standalone_mode=False)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except TPConvertError as error:
+            raise RuntimeError(str(error)) from error
+    if not said.getvalue():
+        raise RuntimeError(f"exit code {code}")
+    found = json.loads(said.getvalue())
+    worst = max(found["checks"], key=lambda c: (c["error"] is None, c["error"] or 0))
+    return {
+        "model": model, "tp": tp, "dtype": dtype, "sequence_parallel": sliced, "equal": found["equal"], "exit": code,
+        "checks": len(found["checks"]), "bound": found["bound"], "largest": worst["error"],
+        "worst": f"{worst['kind']} {worst['name']}", "verdict": found["verdict"],
+    }  # fmt: skip

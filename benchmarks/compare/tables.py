@@ -1,0 +1,150 @@
+"""Results as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def short(result: Any) -> str:
+    """One result on a line."""
+    if isinstance(result, list):
+        return f"{len(result)} rows"
+    if "ms" in result:
+        more = f", exposed {result['exposed_ms']:.1f} ms" if "exposed_ms" in result else ""
+        loss = (
+            f", loss {result['loss']:.4f}, norm {result.get('grad_norm', float('nan')):.4g}" if "loss" in result else ""
+        )
+        return (
+            f"{result['ms']:.1f} ms, {result['peak_gib']:.2f} GiB{more}{loss}, ready after {result['prepared_s']:.0f} s"
+        )
+    kept = {k: v for k, v in result.items() if k not in ("part", "job", "checks", "verdict")}
+    return ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in kept.items())
+
+
+def markdown(rows: Sequence[Row], about: Row) -> str:
+    """All tables."""
+    out = [
+        f"`{about['command']}`, {about['seconds']} s, torch {about['torch']}, transformers {about['transformers']}, "
+        f"{about['gpus']} GPUs{', CPUs with gloo' if about['toy'] else ''}.",
+    ]
+    for part, title in (
+        ("steps", "Over NCCL"),
+        ("alone", "Rank 0 alone"),
+        ("others", "Other models, rank 0 alone"),
+        ("costs", "Costs, rank 0 alone"),
+    ):
+        mine = [r for r in rows if r["part"] == part and "ms" in r]
+        wholes = {size_key(r): r for r in rows if r.get("way") == "whole" and "ms" in r}
+        for size in dict.fromkeys(r["size"] for r in mine):
+            out += ["", f"## {title}: {size}", "", *steps([r for r in mine if r["size"] == size], wholes)]
+    out += section(
+        "Bandwidth",
+        [r for r in rows if r["part"] == "bandwidth" and "MiB" in r],
+        ("ranks", "MiB", "all_reduce_ms", "reduce_scatter_ms", "all_gather_ms", "all_reduce_gb_per_s"),
+    )
+    out += section(
+        "Proofs on GPUs",
+        [r for r in rows if r["part"].startswith("verify") and "model" in r],
+        ("model", "tp", "dtype", "sequence_parallel", "equal", "checks", "largest", "bound"),
+    )
+    out += section(
+        "Loading",
+        [r for r in rows if r["part"].startswith("load") and "way" in r and "seconds" in r],
+        ("way", "ranks", "cold", "seconds", "gb_a_rank", "gb_per_s_a_rank", "disk_read_over_own"),
+    )
+    for row in rows:
+        if row["part"] in ("runner", "written") and "error" not in row:
+            out += [
+                "",
+                f"## {row['part'].capitalize()}",
+                "",
+                *(f"- {k}: {told(v)}" for k, v in row.items() if k not in ("part", "job")),
+            ]
+    failed = [r for r in rows if "error" in r]
+    if failed:
+        out += ["", "## Not measured", "", *(f"- {r.get('job', r.get('name'))}: {r['error']}" for r in failed)]
+    return "\n".join(out) + "\n"
+
+
+def steps(rows: Iterable[Row], wholes: dict[tuple[Any, ...], Row]) -> list[str]:
+    """One row a case; *ideal* is the whole model's time on one GPU over tp, at equal compile settings."""
+    lines = table(
+        (
+            "",
+            "ms",
+            "tokens/s",
+            "peak GiB",
+            "ideal / ms",
+            "exposed ms",
+            "idle ms",
+            "collectives",
+            "loss",
+            "gradient norm",
+        )
+    )
+    for r in sorted(
+        rows, key=lambda r: (r["way"] != "whole", r["tp"], r["way"] != "converted", r["compiled"], r["name"])
+    ):
+        whole = wholes.get(size_key(r))
+        ratio = whole["ms"] / r["tp"] / r["ms"] if whole and r["way"] not in ("whole", "fsdp") else None
+        calls = r.get("nccl_kernels") or r.get("collectives") or {}
+        lines.append(
+            cells(
+                (
+                    r["name"],
+                    f"{r['ms']:.1f}",
+                    f"{r['tokens_per_s']:,.0f}",
+                    f"{r['peak_gib']:.2f}",
+                    number(ratio, 2),
+                    number(r.get("exposed_ms"), 1),
+                    number(r.get("idle_ms"), 1),
+                    ", ".join(f"{n:g} {k}" for k, n in calls.items()),
+                    number(r.get("loss") if r["network"] or r["way"] == "whole" else None, 4),
+                    number(r.get("grad_norm"), 4),
+                )
+            )
+        )
+    return lines
+
+
+def size_key(row: Row) -> tuple[Any, ...]:
+    """What a case shares with the whole model it is measured against."""
+    return row["model"], row["layers"], row["width"], row["tokens"], row["compiled"], row["optimizer"]
+
+
+def section(title: str, rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """A table of the given keys."""
+    if not rows:
+        return []
+    return ["", f"## {title}", "", *table(names), *(cells([told(r[n]) for n in names]) for r in rows)]
+
+
+def table(names: Sequence[str]) -> list[str]:
+    """The head of a table."""
+    return [cells([n.replace("_", " ") for n in names]), cells(["---"] * len(names))]
+
+
+def cells(values: Iterable[str]) -> str:
+    """A row."""
+    return f"| {' | '.join(values)} |"
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number, or nothing."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def told(value: Any) -> str:
+    """A value in a table."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else ", ".join(f"{k} {told(v)}" for k, v in value.items())
+        if isinstance(value, dict)
+        else str(value)
+    )

@@ -1,0 +1,91 @@
+"""The frame of the comparison on several GPUs: its processes, its turns, its tables."""
+
+import time
+
+import pytest
+
+from benchmarks.compare import cases, tables
+from benchmarks.compare.case import Case
+from benchmarks.compare.measure import covered, summary
+from benchmarks.compare.processes import Job, run_all
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+def returns(rank, turn, value):
+    return {"value": value, "rank": rank}
+
+
+def raises(rank, turn):
+    raise ValueError("no such thing")
+
+
+def one_hangs(rank, turn):
+    time.sleep(60 * rank)
+    with turn.preparing():
+        return {"value": 1}
+
+
+def measures(rank, turn, path):
+    with turn.measuring(lambda: None):
+        before = path.read_text() if path.exists() else ""
+        time.sleep(0.2)
+        path.write_text(before + "x")
+    return {}
+
+
+def ran(jobs, folder, seconds=30.0):
+    """Name -> result, in the order in which they were done."""
+    found = {}
+    run_all(jobs, folder, time.monotonic() + seconds, lambda job, result: found.update({job.name: result}))
+    return found
+
+
+def test_each_job_costs_only_itself(tmp_path):
+    jobs = [Job("good: 1/2", returns, (3,), 2), Job("bad", raises), Job("late", one_hangs, (), 2, (0, 1), limit=2.0)]
+    found = ran(jobs, tmp_path)
+    assert found["good: 1/2"] == {"value": 3, "rank": 0}
+    assert found["bad"] == {"error": "ValueError: no such thing"}
+    assert found["late"] == {"value": 1} or found["late"]["error"].startswith("not done within ")
+    assert not any(p.is_alive() for job in jobs for p in job.processes)
+
+
+def test_no_job_outlasts_the_call(tmp_path):
+    found = ran([Job("late", one_hangs, (), 2, (0, 1))], tmp_path, seconds=1.0)
+    assert list(found) == ["late"]
+
+
+def test_one_measures_at_a_time(tmp_path):
+    path = tmp_path / "said"
+    ran([Job(f"job {i}", measures, (path,)) for i in range(3)], tmp_path)
+    assert path.read_text() == "xxx"  # each saw what those before it wrote
+
+
+def test_what_is_covered_is_counted_once():
+    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)]) == 4.0
+    assert covered([]) == 0.0
+
+
+def test_the_spread_is_of_the_middle_half():
+    assert summary([1.0, 2.0, 3.0, 4.0, 100.0])["ms"] == 3.0
+    assert summary([2.0]) == {"ms": 2.0, "ms_low": 2.0, "ms_high": 2.0}
+
+
+def test_cases_have_names_of_their_own():
+    found = cases.network(8) + cases.others() + cases.costs()
+    assert len({(c.size, c.name) for c in found if c.network}) == len({c for c in found if c.network})
+    assert {c.tp for c in found if c.network and c.way == "fsdp"} == {2, 4, 8}
+    assert {c.tp for c in cases.network(2)} == {1, 2}
+
+
+def test_the_table_divides_by_the_whole_model_at_equal_settings():
+    figures = {"ms": 80.0, "tokens_per_s": 51200.0, "peak_gib": 9.0, "loss": 2.0}
+    whole = Case("whole", compiled=True).to_json() | figures | {"part": "steps"}
+    ours = Case("converted", tp=2, network=True, compiled=True).to_json() | figures | {"ms": 50.0, "part": "steps"}
+    eager = Case("converted", tp=2, network=True).to_json() | figures | {"part": "steps"}
+    failed = {"part": "steps", "job": "a case", "error": "not done within 9 s"}
+    about = {"command": "c", "seconds": 1, "torch": "2", "transformers": "5", "gpus": 2, "toy": False}
+    text = tables.markdown([whole, ours, eager, failed], about)
+    assert "| converted tp=2, compiled | 50.0 | 51,200 | 9.00 | 0.80 |" in text
+    assert "| converted tp=2, eager | 80.0 | 51,200 | 9.00 |  |" in text
+    assert "- a case: not done within 9 s" in text
