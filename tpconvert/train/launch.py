@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import select
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -15,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpconvert.errors import ConfigError, TPConvertError
-
-_PATIENCE = 5.0
-"""Seconds that ranks wait for one another to say which of them failed first."""
-_GRACE = 25.0
-"""Seconds that a step may still take after a signal; torchrun kills after 30."""
+from tpconvert.train.watch import PATIENCE, Watch
 
 
 def main(
@@ -34,25 +27,28 @@ def main(
     """Run this rank; the exit code.  Whoever fails first says why, in one line, and nobody else says anything."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        config = _config(config_path, overrides, resume)
+        config = _config(config_path, overrides, resume, output or folder)
         degree = _degree(folder)
         rank, world = _world(degree, folder)
     except TPConvertError as error:
         if first:
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            time.sleep(_PATIENCE)  # torchrun ends all ranks when one exits: let the one that speaks be that one
+            time.sleep(PATIENCE)  # torchrun ends all ranks when one exits: let the one that speaks be that one
         return error.exit_code
     if rank == 0:
         print(f"# {config_path}, with defaults and overrides\n{config.to_yaml()}", flush=True)
     return _run(folder, config, degree, rank, world, output or folder, trust_remote_code)
 
 
-def _config(path: Path, overrides: Sequence[str], resume: str | None) -> Any:
+def _config(path: Path, overrides: Sequence[str], resume: str | None, output: Path) -> Any:
     from tpconvert.train.config import load_config
+    from tpconvert.train.state import complete_steps
 
     if resume and "=" in resume:  # --resume without a value, before an override
         overrides, resume = [resume, *overrides], "auto"
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and complete_steps(output):
+        resume = "auto"  # torchrun has started this run again; what it left is what to go on from
     return load_config(path, [*overrides, *([f"checkpoint.resume={resume}"] if resume else [])])
 
 
@@ -88,7 +84,7 @@ def _run(folder: Path, config: Any, degree: int, rank: int, world: int, output: 
     from tpconvert.train.loop import train
 
     store = dist.PrefixStore(f"tpconvert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(rank, world))
-    watch = Watch(store.clone(), rank)
+    watch = Watch(store.clone(), rank, world)
     try:
         device = _device(torch)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -142,73 +138,6 @@ def _told(error: Exception, rank: int, output: Path) -> str:
         traceback.print_exception(error)
         return text
     return f"{text} (the traceback is in {path})"
-
-
-class Watch:
-    """A thread that ends this rank when another has failed, or when a signal finds it waiting for ever.
-
-    Signals reach Python only between two bytecodes, so a rank that waits in a collective would not notice one.
-    """
-
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank, self._signal, self._done = store, rank, 0, False
-        self._read, write = os.pipe()
-        os.set_blocking(write, False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def signalled(self) -> bool:
-        """Whether this rank was told to stop."""
-        return self._signal != 0
-
-    def fail(self, message: str, code: int, *, peer: bool = False) -> None:
-        """End this process with ``code``; print ``message`` unless another rank failed first.
-
-        ``peer``: the error may be only that another rank is gone, so that one is given time to speak.
-        """
-        self._done = True
-        deadline = time.monotonic() + _PATIENCE
-        while peer and self._failed() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if self._claim():
-            print(message, file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(code)
-
-    def done(self) -> None:
-        """The run is over: watch no longer."""
-        self._done = True
-
-    def _claim(self) -> bool:
-        try:
-            return bool(self._store.add("failed", 1) == 1)
-        except Exception:  # the store is gone, so nobody else can speak
-            return True
-
-    def _failed(self) -> bool | None:
-        try:
-            return True if self._store.check(["failed"]) else None
-        except Exception:
-            return None
-
-    def _watch(self) -> None:
-        since: float | None = None
-        while not self._done:
-            ready, _, _ = select.select([self._read], [], [], 0.5)
-            if ready:
-                self._signal = os.read(self._read, 1)[0]
-                since = since or time.monotonic()
-            if self._failed() and not self._done:
-                time.sleep(_PATIENCE)
-                self._end()
-            if since is not None and time.monotonic() > since + _GRACE:
-                self._end()
-
-    def _end(self) -> None:
-        if not self._done:
-            os._exit(1)
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:

@@ -23,6 +23,7 @@ from tpconvert.train import data, state
 from tpconvert.train.config import Config
 from tpconvert.train.data import Micro
 from tpconvert.train.evaluate import evaluate
+from tpconvert.train.memory import out_of_memory, peak
 from tpconvert.train.metrics import Metrics
 from tpconvert.train.model import (
     Model,
@@ -84,6 +85,8 @@ def train(
         metrics.say(note)
     try:
         return run_steps(run, model, optimizer, examples, metrics, progress, stopped)
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(error, config, mesh, model.module, optimizer) from None
     finally:
         metrics.close()
 
@@ -123,7 +126,7 @@ def run_steps(
         metrics.count(examples.train.step_size * training.seq_len)
         if step % run.config.logging.every == 0 or step in (first + 1, training.steps):
             losses.append(loss)
-            metrics.log(step, loss=loss, lr=rate, grad_norm=norm, epoch=after.epoch, memory_gib=memory(mesh))
+            metrics.log(step, loss=loss, lr=rate, grad_norm=norm, epoch=after.epoch, memory_gib=peak(mesh))
         if examples.judged_after(step, training.steps):
             restart_clock = metrics.pause()
             metrics.evaluated(step, evaluate(model, examples))
@@ -251,11 +254,6 @@ def no_number(
         f"No weight was changed; the batch is in {stem}-dp-*.safetensors.",
         hint="Lower training.lr, add warmup_steps, or resume an earlier step.",
     )
-
-
-def memory(mesh: Mesh) -> float:
-    """The most GiB that this rank's GPU has held; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(mesh.device) / 2**30 if mesh.device.type == "cuda" else 0.0
 
 
 def _count(model: Model) -> int:

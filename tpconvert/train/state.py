@@ -91,6 +91,12 @@ def find_start(folder: Path, output: Path, resume: str) -> Path:
     path = Path(resume)
     if not (path / TRAINER).is_file() or not (path / NAME).is_file():
         raise ConfigError(f"{path}: there is no complete step of a training run to resume from.")
+    steps = complete_steps(output)
+    if steps and _STEP.search(path.name) and _number(steps[-1]) > _number(path):
+        raise ConfigError(
+            f"{output}: has {steps[-1].name}, which is later than the {path.name} to go on from.",
+            hint="Remove it, or choose another --output.",
+        )
     return path
 
 
