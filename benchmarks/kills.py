@@ -20,6 +20,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import yaml
@@ -107,28 +108,31 @@ def compare(folder: Path, *, kills: int, steps: int, seed: int, tp: int = 2, dp:
         "logging": {"every": 1, "tensorboard": False},
     }
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
-    alone = start(folder, "alone", ranks=tp * dp, restarts=0)
-    _, error = alone.communicate()
-    if alone.returncode:
-        raise SystemExit(f"The undisturbed run failed: {error}")
-    return disturb(folder, kills=kills, steps=steps, ranks=tp * dp, chance=random.Random(seed))
+    with (folder / "alone.txt").open("w") as errors:
+        if start(folder, "alone", ranks=tp * dp, restarts=0, errors=errors).wait():
+            raise SystemExit(f"The undisturbed run failed: {Path(errors.name).read_text()}")
+    with (folder / "killed.txt").open("w") as errors:
+        process = start(folder, "killed", ranks=tp * dp, restarts=kills, errors=errors)
+        done, seconds = disturb(process, folder, kills=kills, ranks=tp * dp, chance=random.Random(seed))
+    one, other = (contents(folder / name / f"step-{steps}") for name in ("alone", "killed"))
+    different = tuple(sorted(n for n in one.keys() | other.keys() if one.get(n) != other.get(n)))
+    return Result(process.returncode, done, seconds, Path(errors.name).read_text(), different)
 
 
-def start(folder: Path, name: str, *, ranks: int, restarts: int) -> subprocess.Popen[str]:
+def start(folder: Path, name: str, *, ranks: int, restarts: int, errors: TextIO) -> subprocess.Popen[bytes]:
     """A run under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [f"--max-restarts={restarts}", "-m", "tpconvert.train", str(folder / "model")]
     command += ["--config", str(folder / "c.yaml"), "--output", str(folder / name)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
 
 
-def disturb(folder: Path, *, kills: int, steps: int, ranks: int, chance: random.Random) -> Result:
-    """Kill ranks of a run until there were enough of them, let it end, and compare."""
+def disturb(
+    process: subprocess.Popen[bytes], folder: Path, *, kills: int, ranks: int, chance: random.Random
+) -> tuple[int, float]:
+    """Kill ranks of a run until there were enough of them, and let it end: ``(kills, seconds)``."""
     began, done = time.monotonic(), 0
-    errors = (folder / "errors.txt").open("w+")
-    process = start(folder, "killed", ranks=ranks, restarts=kills)
-    pump = subprocess.Popen(["cat"], stdin=process.stderr, stdout=errors)
     while done < kills and (workers := wait_for(process, ranks)):
         if chance.random() < 0.8:  # else anywhere in the start
             wait_for_step(process, folder / "killed" / "metrics.jsonl", workers)
@@ -141,14 +145,10 @@ def disturb(folder: Path, *, kills: int, steps: int, ranks: int, chance: random.
         while process.poll() is None and set(workers) & set(workers_of(process)):
             time.sleep(0.05)
     process.wait()
-    pump.wait()
-    errors.seek(0)
-    one, other = (contents(folder / name / f"step-{steps}") for name in ("alone", "killed"))
-    different = tuple(sorted(n for n in one.keys() | other.keys() if one.get(n) != other.get(n)))
-    return Result(process.returncode, done, time.monotonic() - began, errors.read(), different)
+    return done, time.monotonic() - began
 
 
-def wait_for(process: subprocess.Popen[str], ranks: int) -> list[int]:
+def wait_for(process: subprocess.Popen[bytes], ranks: int) -> list[int]:
     """The processes of all ranks, once they are there; none where the run is over."""
     while process.poll() is None:
         if len(found := workers_of(process)) == ranks:
@@ -157,7 +157,7 @@ def wait_for(process: subprocess.Popen[str], ranks: int) -> list[int]:
     return []
 
 
-def wait_for_step(process: subprocess.Popen[str], log: Path, workers: list[int]) -> None:
+def wait_for_step(process: subprocess.Popen[bytes], log: Path, workers: list[int]) -> None:
     """Until these ranks have logged a step."""
     seen = log.stat().st_mtime_ns if log.exists() else 0
     while process.poll() is None and set(workers) <= set(workers_of(process)):
@@ -166,7 +166,7 @@ def wait_for_step(process: subprocess.Popen[str], log: Path, workers: list[int])
         time.sleep(0.02)
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
+def workers_of(process: subprocess.Popen[bytes]) -> list[int]:
     """The ranks that torchrun has started and that live."""
     path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:

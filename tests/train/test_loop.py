@@ -85,6 +85,14 @@ def test_a_length_that_ranks_cannot_share_is_told_before_training(run_ranks, tmp
     assert every == [("seq_len 15 is no multiple of tp=2.", "training.seq_len=14")] * 2
 
 
+def test_fp8_where_the_device_has_none_is_one_line(tmp_path: Path):
+    from tpconvert.parallel import make_mesh
+
+    config = settings(tmp_path, precision="fp8")
+    with pytest.raises(ConfigError, match=r"precision is fp8, but cpu has no float8 products\. Use .*bf16"):
+        train(make_folder(tmp_path / "model", 1), config, make_mesh(1), output=tmp_path / "run")
+
+
 def refused(mesh, folder: Path, config: Config, output: Path) -> tuple[str, str]:
     with pytest.raises(ConfigError) as error:
         train(folder, config, mesh, output=output)

@@ -43,6 +43,8 @@ class RowParallelLinear(nn.Linear):
     tp_whole: tuple[int, int]
     tp_mesh: Mesh
     tp_sums: bool
+    product = staticmethod(F.linear)
+    """How the input meets the weight; training in float8 sets another."""
 
     def become(self, whole: tuple[int, int], mesh: Mesh, sums: bool) -> None:
         """Take on the sizes of the part that ``weight`` now is."""
@@ -52,8 +54,8 @@ class RowParallelLinear(nn.Linear):
     def forward(self, x_BI: Tensor) -> Tensor:
         """The sum over ranks, plus the bias."""
         if not self.tp_sums:
-            return F.linear(x_BI, self.weight, self.bias)
-        y_BO = reduce(F.linear(x_BI, self.weight), self.tp_mesh)
+            return self.product(x_BI, self.weight, self.bias)
+        y_BO = reduce(self.product(x_BI, self.weight), self.tp_mesh)
         bias_O = self._parameters["bias"]  # after the sum it counts on every rank, so not as others read it
         return y_BO if bias_O is None else y_BO + bias_O.to(y_BO.dtype)
 

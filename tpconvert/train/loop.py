@@ -23,6 +23,7 @@ from tpconvert.train import data, state
 from tpconvert.train.config import Config
 from tpconvert.train.data import Micro
 from tpconvert.train.evaluate import evaluate
+from tpconvert.train.fp8 import check_fp8, use_fp8
 from tpconvert.train.memory import out_of_memory, peak
 from tpconvert.train.metrics import Metrics
 from tpconvert.train.model import (
@@ -193,8 +194,12 @@ def open_model(run: Run, start: Path, progress: Progress, trust_remote_code: boo
     )
     own_loss = together(mesh, lambda: function_of("data.loss", config.data.loss) if config.data.loss else None)
     packing = together(mesh, lambda: packing_of(module, call, mesh, config) if packed else None)
+    layers = list(layers_of(module))
+    if config.training.precision == "fp8":
+        check_fp8(config.training, mesh)
+        use_fp8(layers)
     speed_up(module, config.parallelism)
-    shards = share_out(module, list(layers_of(module)), mesh, config.parallelism)
+    shards = share_out(module, layers, mesh, config.parallelism)
     padded = not (config.data.pack and config.data.objective == "causal")
     return Model(module, call, cut, mesh, padded, config.training.precision, shards, packing, own_loss)
 

@@ -67,12 +67,13 @@ class Watch:
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._signal, self._done, self._wrong = store, 0, False, False
         self._beats = Beats(store, rank, world)
-        self._read, write = os.pipe()
-        os.set_blocking(write, False)
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, daemon=True).start()
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
 
     def signalled(self) -> bool:
         """Whether this rank was told to stop."""
@@ -90,8 +91,11 @@ class Watch:
         self._end(message, code)
 
     def done(self) -> None:
-        """The run is over: watch no longer."""
+        """The run is over: watch no longer.  A thread that is inside the store when Python ends would abort it."""
         self._done = True
+        signal.set_wakeup_fd(-1)
+        os.write(self._write, b"\0")
+        self._thread.join()
 
     def _end(self, message: str, code: int = 1) -> None:
         """End this process; the first rank of all that comes here says why."""
@@ -118,7 +122,9 @@ class Watch:
         while not self._done:
             until = time.monotonic() + 1.0
             if select.select([self._read], [], [], 1.0)[0]:
-                self._signal = os.read(self._read, 1)[0]
+                self._signal = os.read(self._read, 1)[0] or self._signal
+                if self._done:
+                    return
                 time.sleep(max(until - time.monotonic(), 0.0))  # a beat a second, however many signals come
             since += self._signal != 0
             try:
