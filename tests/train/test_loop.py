@@ -183,7 +183,7 @@ def test_a_loss_that_is_no_number_ends_the_run(run_ranks, tmp_path: Path):
         train(folder, config, make_mesh(1), output=tmp_path / "run")
     (left,) = (tmp_path / "run").glob("bad-step-*")
     with safe_open(left, "pt") as file:
-        assert file.metadata()["position"] == "Position(epoch=0, used=4)" and "nan" in file.metadata()["losses"]
+        assert "epoch=0, used=(4,)" in file.metadata()["position"] and "nan" in file.metadata()["losses"]
         assert set(file.keys()) >= {"0.ids", "0.labels", "1.attention"} and file.get_tensor("1.ids").shape == (2, 16)
 
 
