@@ -20,6 +20,7 @@ from benchmarks.zoo.mend import divisible, fit, lessen, mend
 from benchmarks.zoo.small import ATTEMPTS, Attempt, small
 from benchmarks.zoo.types import class_names
 from tpconvert.source import Source, twin
+from tpconvert.source.documented import parts
 from tpconvert.source.frugal import frugal
 from tpconvert.source.huggingface import _from_config, quiet
 from tpconvert.source.inputs import Search, media_in
@@ -85,8 +86,11 @@ def build(model_type: str) -> Built:
     except Exception as error:
         raise NotBuiltError(f"its default configuration fails: {told(error)}") from error
     errors = []
-    for name in class_names(model_type, pair=bool(getattr(config, "is_encoder_decoder", False)))[:CLASSES]:
-        kind = getattr(transformers, name, None)
+    names = class_names(model_type, pair=bool(getattr(config, "is_encoder_decoder", False)))
+    kinds = {name: getattr(transformers, name, None) for name in names}
+    names.sort(key=lambda name: _own(kinds[name], config) is not config)
+    for name in names[:CLASSES]:
+        kind = kinds[name]
         if kind is None:
             errors.append(f"{name}: transformers exports no such class")
             continue
@@ -94,10 +98,16 @@ def build(model_type: str) -> Built:
         for way, seconds in ((_by_small, SMALL_SECONDS), (_by_twin, TWIN_SECONDS)):
             try:
                 with limit(seconds):
-                    return way(model_type, make, config)
+                    return way(model_type, make, _own(kind, config))
             except (Exception, _OutOfTimeError) as error:
                 errors.append(f"{name} {way.__name__.removeprefix('_by_')}: {told(error)}")
     raise NotBuiltError(" || ".join(errors[:4]) or "it has no class")
+
+
+def _own(kind: Any, config: Any) -> Any:
+    """The configuration that a class takes: the whole one, or the first in it that is of its own kind."""
+    wanted = getattr(kind, "config_class", None) or object
+    return next((part for part in parts(config) if isinstance(part, wanted)), config)
 
 
 def _by_twin(model_type: str, make: Any, config: Any) -> Built:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.small import EXPERTS, LAYERS, VOCABULARY
-from tpconvert.source.documented import entry, parts
+from tpconvert.source.documented import entry, parts, text_part
 from tpconvert.source.inputs import Search
 from tpconvert.source.towers import KINDS
 
+QUERIES = 8
 ROTARY = 4
 """What widths of heads are multiples of, where they can be."""
 FRAMES = 6
@@ -44,6 +45,10 @@ def mend(config: Any, error: BaseException) -> bool:
         return _sections(config, int(m[1]), [int(n) for n in m[2].split(",")])
     if m := re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", text):
         return _resized(config, int(m[2]), int(m[1]))
+    if m := re.search(r"num_channels \((\d+)\) must be divisible by num_groups \((\d+)\)", text):
+        return _resized(config, int(m[1]), -(-int(m[1]) // int(m[2])) * int(m[2]), every=True)
+    if "selected index k out of range" in text:
+        return _fewer_queries(config)
     if m := re.search(r"to have (\d+) channels, but got (\d+) channels", text):
         return _resized(config, int(m[1]), int(m[2]))
     if m := re.search(r"'(\w+)' object has no attribute '(\w+)'", text):
@@ -57,7 +62,7 @@ def mend(config: Any, error: BaseException) -> bool:
                 return _set(part, name, value)
     for name in re.findall(r"`(\w+)`", text):
         if all(getattr(part, name, None) is None for part in parts(config)):
-            text_config = config.get_text_config()
+            text_config = text_part(config)
             return _set(text_config, name, guess(text_config, name))
     return False
 
@@ -76,15 +81,30 @@ def _sections(config: Any, total: int, sizes: list[int]) -> bool:
     return _set(part, "rope_parameters", part.rope_parameters | {"mrope_section": scaled})
 
 
-def _resized(config: Any, had: int, wanted: int) -> bool:
-    """The first width of one value set to another; the outermost first."""
+def _resized(config: Any, had: int, wanted: int, *, every: bool = False) -> bool:
+    """The first width of one value set to another, the outermost first, or every one in the part that has it."""
     for part in parts(config):
+        changed = False
         for name, value in list(vars(part).items()):
             if type(value) is int and value == had and re.search(r"(size|dim|d_model|channels)$", name):
-                return _set(part, name, wanted)
-            if _integers(value) and had in value and re.search(r"channel|(sizes|dims)$", name):
-                return _set(part, name, type(value)(wanted if n == had else n for n in value))
+                changed |= _set(part, name, wanted)
+            elif _integers(value) and had in value and re.search(r"channel|(sizes|dims)$", name):
+                changed |= _set(part, name, type(value)(wanted if n == had else n for n in value))
+            if changed and not every:
+                return True
+        if changed:
+            return True
     return False
+
+
+def _fewer_queries(config: Any) -> bool:
+    """As few queries as there are places in the smallest image."""
+    changed = False
+    for part in parts(config):
+        for name, value in list(vars(part).items()):
+            if type(value) is int and value > QUERIES and re.search(r"quer(y|ies)$|num_proposals$", name):
+                changed |= _set(part, name, QUERIES)
+    return changed
 
 
 def _absent(part: Any, name: str) -> bool:
@@ -207,7 +227,7 @@ def fit(module: Any, config: Any) -> bool:
 
 def _widened(config: Any, width: int, wanted: int) -> bool:
     """A number that gives a tower's width, set to another: that of what it puts out, if there is one."""
-    towers = [part for part in parts(config) if part is not config and part is not config.get_text_config()]
+    towers = [part for part in parts(config) if part is not config and part is not text_part(config)]
     for pattern in (r"^out|output|project", r"size$|dim$"):
         for part in towers:
             for name, value in list(vars(part).items()):

@@ -34,7 +34,7 @@ _EXPERT_WIDTHS = re.compile(r"(moe|expert).*(size|dim)$")
 _TAPS = re.compile(r"out_indices$|deepstack|extract_layers|intermediate_\w*indices|feature_layers?$|target_layer")
 _SOME = re.compile(r"(layers|layer_ids|indexes|indices)$")
 _NOT_WIDTHS = re.compile(
-    r"vocab|patch|image|window|num_channels|in_channels|out_channels|mel|^num_features|type|in_dim$|input_dim$"
+    r"vocab|patch|image|window|pos_emb|num_channels|(?<!stage_)(in|out)_channels|mel|^num_features|type|in_dim$|input_dim$"
 )
 
 

@@ -3,8 +3,16 @@
 import json
 
 import pytest
-from transformers import DepthAnythingConfig, LlamaConfig, LlavaConfig, Qwen2VLConfig
+from transformers import (
+    DepthAnythingConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2VLConfig,
+)
 
+from benchmarks.zoo.build import _own
 from benchmarks.zoo.facts import agreement, linear_like, way_back
 from benchmarks.zoo.mend import divisible, fit, mend
 from benchmarks.zoo.render import render
@@ -36,6 +44,24 @@ def test_channels_in_a_list_are_made_those_that_come():
     )
     assert mend(config, RuntimeError(error))
     assert config.neck_hidden_sizes == [6, 96, 24, 48]
+
+
+def test_widths_that_are_grouped_are_widened_together():
+    config = DepthAnythingConfig(fusion_hidden_size=16, head_hidden_size=16)
+    assert mend(config, ValueError("num_channels (16) must be divisible by num_groups (32)"))
+    assert (config.fusion_hidden_size, config.head_hidden_size) == (32, 32)
+
+
+def test_queries_become_few_where_there_are_few_places():
+    config = LlamaConfig(num_queries=300)
+    assert mend(config, RuntimeError("selected index k out of range"))
+    assert config.num_queries == 8
+
+
+def test_a_class_of_a_part_gets_the_configuration_of_that_part():
+    config = LlavaConfig()
+    assert _own(LlamaForCausalLM, config) is config.text_config
+    assert _own(LlavaForConditionalGeneration, config) is config
 
 
 def test_numbers_are_known_by_their_standard_names_too():

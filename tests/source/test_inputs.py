@@ -11,6 +11,7 @@ from tpconvert.errors import SourceError
 from tpconvert.source import open_source
 from tpconvert.source.documented import arguments, example, size_of
 from tpconvert.source.inputs import example_inputs
+from tpconvert.source.media import images
 from tpconvert.source.resize import resized
 
 TEXT = {
@@ -166,6 +167,7 @@ def test_a_width_is_made_the_one_that_is_expected():
         ("normalized_shape=[9], expected input with shape [*, 9], but got input of size[2, 13, 6]", (2, 13, 9)),
         ("Calculated input size: (1). Kernel size can't be greater than actual input size", (2, 13, 4001)),
         ("not enough values to unpack (expected 5, got 3)", (2, 1, 1, 13, 6)),
+        ("weight of size [3, 1, 7], expected input[1, 2, 13] to have 1 channels, but got 2 channels instead", None),
         ("something else", None),
     ],
 )
@@ -182,6 +184,40 @@ def test_images_grow_to_what_the_model_has():
     assert found["pixel_values"].shape == (2, 3, 32, 24)
     found = next(resized(images, "Input height (8) doesn't match model (16).", torch.zeros))
     assert found["pixel_values"].shape == (2, 3, 16, 12)
+
+
+def test_sounds_get_the_channel_that_a_convolution_asks_for():
+    text = "weight of size [3, 1, 7], expected input[1, 2, 13] to have 1 channels, but got 2 channels instead"
+    assert next(resized({"x": torch.zeros(2, 13)}, text, torch.zeros))["x"].shape == (2, 1, 13)
+
+
+def test_images_can_be_halved_and_doubled_again():
+    text = "Sizes of tensors must match except in dimension 1. Expected size 8 but got size 7 for tensor number 1"
+    assert next(resized({"x": torch.zeros(2, 3, 56, 70)}, text, torch.zeros))["x"].shape == (2, 3, 64, 128)
+
+
+def test_text_is_repeated_for_every_codebook():
+    given = {"decoder_input_ids": torch.zeros(2, 7).long()}
+    text = "shape '[-1, 4, 7]' is invalid for input of size 14"
+    assert next(resized(given, text, torch.zeros))["decoder_input_ids"].shape == (8, 7)
+
+
+def test_patches_have_the_dims_that_are_documented():
+    dims = ("num_image_tokens", "patch_size * 2", "patch_size * 2", "num_channels")
+    found = images("pixel_values", {"image_grid_thw"}, Config(), dims)
+    assert (32, 8, 8, 3) in [given["pixel_values"].shape for given in found]
+
+
+def test_images_that_are_put_together_shrink_together():
+    images = {"pixel_values": torch.zeros(2, 3, 8, 6), "prompts": torch.zeros(2, 3, 8, 6)}
+    found = list(resized(images, "Input image size (16*6) doesn't match model (8*6).", torch.zeros))
+    assert [tuple(new[n].shape[2] for n in images) for new in found] == [(4, 8), (8, 4), (4, 4)]
+
+
+def test_a_mask_over_sounds_becomes_as_long_as_they_do():
+    sounds = {"x": torch.zeros(2, 5, 13), "x_mask": torch.ones(2, 13)}
+    found = next(resized(sounds, "expects `length` to be a multiple of `n * 2` (10), but got 13", torch.zeros))
+    assert (found["x"].shape, found["x_mask"].shape) == ((2, 5, 20), (2, 20))
 
 
 def test_text_becomes_as_long_as_what_it_meets():

@@ -132,6 +132,14 @@ def parts(config: Any) -> Iterator[Any]:
         level = [v for part in level for v in vars(part).values() if hasattr(v, "to_dict") and hasattr(v, "__dict__")]
 
 
+def text_part(config: Any) -> Any:
+    """The part of a config that is of words; the config itself where there is none, or more than one."""
+    try:
+        return config.get_text_config()
+    except (AttributeError, ValueError):
+        return config
+
+
 def entry(config: Any, name: str) -> Any:
     """An attribute of a config; None where it has none, or another one for each layer."""
     try:

@@ -33,6 +33,7 @@ from tpconvert.source.documented import (
     parts,
     random,
     size_in,
+    text_part,
 )
 from tpconvert.source.media import SOUNDS, VIDEOS, images, sounds
 from tpconvert.source.resize import resized
@@ -198,7 +199,7 @@ class Search:
         """The forms in which an argument can be given, what must go along with it included."""
         argument = self.arguments.get(name, Argument(name))
         if "pixel_values" in name or (name == "hidden_states" and "grid_thw" in self.names):
-            yield from images(name, self.names, self.config)
+            yield from images(name, self.names, self.config, argument.dims)
         elif name in SOUNDS:
             yield from sounds(name, self.names, self.config)
         elif name.endswith("input_ids") and "FloatTensor" not in argument.kind:
@@ -245,6 +246,8 @@ class Search:
         yield from resized(given, text, lambda *dims: words(self.config, *dims))
         for new in marked(text, given, self.config, self.names):
             yield self.completed(new)
+        if re.search(r"Input type \((torch\.)?(long|Long|bool|Bool)", text):  # a mask that goes through a layer
+            yield {n: v.float() if isinstance(v, Tensor) and "mask" in n else v for n, v in given.items()}
         if "index out of range" in text:
             least = min(filter(None, (size_in(part, "vocab_size") for part in parts(self.config))), default=2)
             yield {n: v % least if n.endswith("input_ids") else v for n, v in given.items()}
@@ -304,7 +307,7 @@ def fault(module: nn.Module, given: Given) -> Exception | None:
 
 def words(config: Any, length: int, *more: int) -> Tensor:
     """Word ids below the vocabulary's end; none is a special one, which would turn on special code."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_part(config)
     vocabulary = min(size_in(text, "vocab_size") or size_in(config, "vocab_size") or _WIDEST, _WIDEST)
     names = re.compile(r"_(id|index)$")
     special = {v for part in parts(config) for k, v in vars(part).items() if names.search(k) and isinstance(v, int)}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpconvert.source.documented import BATCH, parts, random, size_in, square
+from tpconvert.source.documented import BATCH, parts, random, size_in, size_of, square
 
 Given = dict[str, Any]
 
@@ -23,13 +23,13 @@ PLACES = ("image_position_ids", "pixel_position_ids", "video_position_ids")
 _BINS = ("num_mel_bins", "input_feat_per_channel", "input_feat_size", "feature_size", "n_mels", "num_mels")
 
 
-def images(name: str, names: set[str], config: Any) -> Iterator[Given]:
-    """Images for the argument ``name`` of a forward that takes ``names``."""
+def images(name: str, names: set[str], config: Any, dims: tuple[str, ...] = ()) -> Iterator[Given]:
+    """Images for the argument ``name`` of a forward that takes ``names``; ``dims`` are those that are documented."""
     seen = _seeing(config)
     grid = "video_grid_thw" if name == VIDEOS else "image_grid_thw"
     grids = [n for n in ("grid_thw", "image_grid_hw", grid) if n in names]
     if grids:
-        yield from _patches_on_a_grid(name, grids[-1], names, config)
+        yield from _patches_on_a_grid(name, grids[-1], names, config, dims)
     if names & {"spatial_shapes", *PLACES}:
         yield from (_patches_in_rows(name, names, config, side) for side in (_side(config), 4 * _side(config)))
     channels = _channels(seen)
@@ -70,7 +70,7 @@ def _waves(name: str, config: Any) -> Iterator[tuple[Given, int]]:
     yield {name: random(BATCH, time, bins)}, time
 
 
-def _patches_on_a_grid(name: str, grid: str, names: set[str], config: Any) -> Iterator[Given]:
+def _patches_on_a_grid(name: str, grid: str, names: set[str], config: Any, dims: tuple[str, ...]) -> Iterator[Given]:
     """All patches of all images in one row, and the grid of each image."""
     seen = _seeing(config)
     times, patch = size_in(seen, "temporal_patch_size") or 1, size_in(seen, "patch_size") or 14
@@ -84,6 +84,9 @@ def _patches_on_a_grid(name: str, grid: str, names: set[str], config: Any) -> It
         rows = BATCH * frames * side * side
         yield given | {name: random(rows, channels * times * patch * patch)}
         yield given | {name: random(rows, channels, patch, patch)}
+        of_each = [size_of(dim, config) for dim in dims[1:]]
+        if len(of_each) > 1 and all(of_each):
+            yield given | {name: random(rows, *(size for size in of_each if size))}
 
 
 def _patches_in_rows(name: str, names: set[str], config: Any, side: int) -> Given:

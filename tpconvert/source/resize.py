@@ -15,6 +15,8 @@ from torch import Tensor
 from tpconvert.source.documented import random
 
 Given = dict[str, Any]
+HALVED = 64
+"""What sides of images are multiples of, so that they can be halved, and doubled again."""
 LONG = 4001
 """Entries of a sound that is long enough for a stack of convolutions."""
 
@@ -25,7 +27,8 @@ def resized(given: Given, text: str, words: Callable[..., Tensor]) -> Iterator[G
         for name, value in _floats(given):
             if had in value.shape[1:]:
                 at = max(i for i, n in enumerate(value.shape) if n == had)
-                yield given | {name: random(*value.shape[:at], wanted, *value.shape[at + 1 :])}
+                new = given | {name: random(*value.shape[:at], wanted, *value.shape[at + 1 :])}
+                yield _together(new, had, wanted)
         for name, value in _texts(given):
             if value.shape[1:] == (had,):
                 yield given | {name: words(had, wanted)}
@@ -35,11 +38,15 @@ def resized(given: Given, text: str, words: Callable[..., Tensor]) -> Iterator[G
             if value.numel() == int(m[2]):
                 yield given | {name: words(value.shape[1], int(m[1]))}
                 yield given | {name: words(value.shape[1]).repeat(int(m[1]), 1)}
+    if m := re.search(r"shape '\[-1, (\d+), \d+\]' is invalid for input of size (\d+)", text):
+        for name, value in _texts(given):
+            if value.numel() == int(m[2]):
+                yield given | {name: value.repeat(int(m[1]), 1)}
     for scale in _scales(text):
-        for name, value in _floats(given):
-            if value.dim() >= 4:
-                height, width = (int(n * by) for n, by in zip(value.shape[-2:], scale, strict=True))
-                yield given | {name: random(*value.shape[:-2], height, width)}
+        images = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.dim() >= 4}
+        scaled = {name: _scaled(value, scale) for name, value in images.items()}
+        yield from (given | {name: value} for name, value in scaled.items())
+        yield from [given | scaled] if len(scaled) > 1 else []
     if m := re.search(r"expected input with shape \[\*, (\d+)\], but got input of size\[([\d, ]+)\]", text):
         shape = tuple(int(n) for n in m[2].split(","))
         for name, value in _floats(given):
@@ -89,6 +96,12 @@ def _sizes(text: str) -> Iterator[tuple[int, int]]:
         yield int(m[2]), int(m[1])
 
 
+def _scaled(images: Tensor, scale: tuple[float, float]) -> Tensor:
+    height, width = (int(n * by) for n, by in zip(images.shape[-2:], scale, strict=True))
+    shape = (*images.shape[:-2], height, width)
+    return random(*shape) if images.is_floating_point() else torch.ones(shape, dtype=images.dtype)
+
+
 def _scales(text: str) -> Iterator[tuple[float, float]]:
     """By how much images should be higher and wider."""
     if re.search(r"[Ii]mage size \S+ is too small", text):
@@ -104,7 +117,7 @@ def _up(size: int, unit: int) -> int:
 
 
 def _together(given: Given, had: int, wanted: int) -> Given:
-    """With the masks over text as long as the text."""
+    """With the masks over what was resized as long as that."""
     out = dict(given)
     for name, value in given.items():
         if "mask" in name and isinstance(value, Tensor) and value.shape[1:] == (had,):

@@ -161,7 +161,7 @@ def _around(config: Any, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def marked(text: str, given: Given, config: Any, names: set[str]) -> Iterator[Given]:
     """The inputs with as many marks more among the words as an error says there are features."""
-    if "input_ids" not in given:
+    if "input_ids" not in given or given["input_ids"].dim() != 2:
         return
     for m in re.finditer(r"(\w+) features and \w+ tokens do not match\D+(\d+)\D+(\d+)", text):
         kind, had, wanted = m[1].lower(), int(m[2]), int(m[3])
