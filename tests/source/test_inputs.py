@@ -163,6 +163,7 @@ def test_a_width_is_made_the_one_that_is_expected():
         ("expects the features to be of length 20, but found 13", (2, 20, 6)),
         ("expects `length` to be a multiple of `n * 2` (10), but got 13", (2, 20, 6)),
         ("length 13 is not a multiple of 4", (2, 16, 6)),
+        ("must match except in dimension 2. Expected size 13 but got size 9 for tensor number 1", (2, 9, 6)),
         ("expected input[2, 13, 6] to have 8 channels, but got 13 channels instead", (2, 8, 6)),
         ("normalized_shape=[9], expected input with shape [*, 9], but got input of size[2, 13, 6]", (2, 13, 9)),
         ("Calculated input size: (1). Kernel size can't be greater than actual input size", (2, 13, 4001)),

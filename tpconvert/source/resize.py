@@ -33,6 +33,15 @@ def resized(given: Given, text: str, words: Callable[..., Tensor]) -> Iterator[G
             if value.shape[1:] == (had,):
                 yield given | {name: words(had, wanted)}
                 yield _together(given | {name: words(wanted)}, had, wanted)
+    yield from _other_texts(given, text, words)
+    yield from _other_images(given, text)
+    yield from (given | {name: value} for name, value in _other_floats(given, text))
+    if m := re.search(r"value tensor of shape \[(\d+),.*broadcast to indexing result of shape \[(\d+),", text):
+        yield from _placed(given, int(m[1]), int(m[2]), words)
+
+
+def _other_texts(given: Given, text: str, words: Callable[..., Tensor]) -> Iterator[Given]:
+    """Text with as many rows, or numbers for each word, as a reshape asks for."""
     if m := re.search(r"shape '\[\d+, (\d+), -1\]' is invalid for input of size (\d+)", text):
         for name, value in _texts(given):
             if value.numel() == int(m[2]):
@@ -42,29 +51,39 @@ def resized(given: Given, text: str, words: Callable[..., Tensor]) -> Iterator[G
         for name, value in _texts(given):
             if value.numel() == int(m[2]):
                 yield given | {name: value.repeat(int(m[1]), 1)}
+
+
+def _other_images(given: Given, text: str) -> Iterator[Given]:
+    """Images with other sides: one input after the other, then all of them."""
+    images = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.dim() >= 4}
     for scale in _scales(text):
-        images = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.dim() >= 4}
-        scaled = {name: _scaled(value, scale) for name, value in images.items()}
+        scaled = {
+            n: _sided(v, *(int(s * by) for s, by in zip(v.shape[-2:], scale, strict=True))) for n, v in images.items()
+        }
         yield from (given | {name: value} for name, value in scaled.items())
         yield from [given | scaled] if len(scaled) > 1 else []
+    if "Sizes of tensors must match except in dimension" in text:
+        even = {n: _sided(v, *(_up(side, HALVED) for side in v.shape[-2:])) for n, v in images.items()}
+        yield from (given | {n: v} for n, v in even.items() if v.shape != images[n].shape)
+
+
+def _sided(images: Tensor, height: int, width: int) -> Tensor:
+    shape = (*images.shape[:-2], height, width)
+    return random(*shape) if images.is_floating_point() else torch.ones(shape, dtype=images.dtype)
+
+
+def _other_floats(given: Given, text: str) -> Iterator[tuple[str, Tensor]]:
+    """One input with another last dim, with more dims, or longer."""
     if m := re.search(r"expected input with shape \[\*, (\d+)\], but got input of size\[([\d, ]+)\]", text):
         shape = tuple(int(n) for n in m[2].split(","))
-        for name, value in _floats(given):
-            if value.shape == shape:
-                yield given | {name: random(*shape[:-1], int(m[1]))}
-    if m := re.search(
-        r"value tensor of shape \[(\d+),.*cannot be broadcast to indexing result of shape \[(\d+),", text
-    ):
-        yield from _placed(given, int(m[1]), int(m[2]), words)
+        yield from ((n, random(*shape[:-1], int(m[1]))) for n, v in _floats(given) if v.shape == shape)
+    if m := re.search(r"expected input\[1, (\d+), (\d+)\] to have 1 channels, but got \1 channels", text):
+        yield from ((n, v[:, None]) for n, v in _floats(given) if v.shape == (int(m[1]), int(m[2])))
     if m := re.search(r"not enough values to unpack \(expected (\d+), got (\d+)\)", text):
-        for name, value in _floats(given):
-            if value.dim() == int(m[2]):
-                ones = [1] * (int(m[1]) - value.dim())
-                yield given | {name: random(value.shape[0], *ones, *value.shape[1:])}
+        ones = [1] * (int(m[1]) - int(m[2]))
+        yield from ((n, random(len(v), *ones, *v.shape[1:])) for n, v in _floats(given) if v.dim() == int(m[2]))
     if "Kernel size can't be greater than actual input size" in text:
-        for name, value in _floats(given):
-            if value.shape[-1] < LONG:
-                yield given | {name: random(*value.shape[:-1], LONG)}
+        yield from ((n, random(*v.shape[:-1], LONG)) for n, v in _floats(given) if v.shape[-1] < LONG)
 
 
 def _placed(given: Given, features: int, places: int, words: Callable[..., Tensor]) -> Iterator[Given]:
@@ -86,6 +105,8 @@ def _sizes(text: str) -> Iterator[tuple[int, int]]:
         yield int(m[1]), int(m[2])
     if m := re.search(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)", text):
         yield int(m[1]), int(m[2])
+    if m := re.search(r"except in dimension \d+. Expected size (\d+) but got size (\d+)", text):
+        yield from ((int(m[1]), int(m[2])), (int(m[2]), int(m[1])))
     if m := re.search(r"length (\d+), but (?:found|got) (\d+)", text):
         yield int(m[2]), int(m[1])
     if m := re.search(r"multiple of .*?(\d+)\)?,? but got (\d+)", text):
@@ -94,12 +115,6 @@ def _sizes(text: str) -> Iterator[tuple[int, int]]:
         yield int(m[1]), _up(int(m[1]), int(m[2]))
     if m := re.search(r"to have (\d+) channels, but got (\d+) channels", text):
         yield int(m[2]), int(m[1])
-
-
-def _scaled(images: Tensor, scale: tuple[float, float]) -> Tensor:
-    height, width = (int(n * by) for n, by in zip(images.shape[-2:], scale, strict=True))
-    shape = (*images.shape[:-2], height, width)
-    return random(*shape) if images.is_floating_point() else torch.ones(shape, dtype=images.dtype)
 
 
 def _scales(text: str) -> Iterator[tuple[float, float]]:
