@@ -10,7 +10,8 @@ figure is of a process of its own, its start and imports left out, with the sour
 
 *speed* compares with ``cp`` of the same bytes in the same round, twice: as cp leaves them, in the page cache (our
 forcing to the disk left out too), and forced to the disk, as ours always are.  Every row writes hashes or checks them:
-``merge --check`` compares all it reads.  The least of the rounds counts.  *memory* writes from files with holes.
+``merge --check`` compares all it reads.  Medians count, of the ratios too: each is
+to the ``cp`` of its own round.  *memory* writes from files with holes.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from tpconvert.checkpoint import file_weights, load_rank, merge, reshard, shard
+from tpconvert.checkpoint.digest import best_kind
 from tpconvert.checkpoint.header import dtype_name, make_header
 from tpconvert.spec.layout import Block, Layout
 from tpconvert.spec.plan import Plan, Verdict
@@ -78,15 +81,17 @@ def speed(here: Path, options: argparse.Namespace) -> None:
     for _ in range(options.rounds):  # what a run left in the page cache is gone with its files, so nothing waits for it
         for key, run in runs.items():
             seen[key].append(run())
-    least = {(*key, what): min(s[what] for s in found) for key, found in seen.items() for what in ("seconds", "cpu")}
-    print(f"{size:g} GB, {options.dtype[0]}, tp={options.tp}, the least of {options.rounds} rounds")
+    print(
+        f"{size:g} GB, {options.dtype[0]}, tp={options.tp}, hashes: {best_kind()}, medians of {options.rounds} rounds"
+    )
     print("                      in the page cache           forced to the disk")
     print("              goal    seconds times cp  cpu s    seconds times cp  cpu s")
     for command in ("cp", *GOALS):
         row = ""
         for forced in sorted({forced for _, forced in runs}):
-            seconds, cpu = least[command, forced, "seconds"], least[command, forced, "cpu"]
-            row += f"{seconds:11.2f} {seconds / least['cp', forced, 'seconds']:8.2f} {cpu:6.2f}"
+            found, beside = seen[command, forced], seen["cp", forced]
+            times = median(ours["seconds"] / cp["seconds"] for ours, cp in zip(found, beside, strict=True))
+            row += f"{median(s['seconds'] for s in found):11.2f} {times:8.2f} {median(s['cpu'] for s in found):6.2f}"
         print(f"{command:13}{GOALS.get(command, ''):>5}{row}")
 
 

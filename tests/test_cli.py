@@ -247,11 +247,3 @@ def test_plan_format_and_check_against_exclude_each_other(llama):
     )
     assert result.exit_code == 2
     assert "--format prints the plan as others write it" in result.stderr
-
-
-@pytest.mark.parametrize("command", [["shard", "x", "--tp", "2"], ["merge", "x"], ["reshard", "x", "--tp", "2"]])
-def test_an_output_that_is_a_url_says_the_way_out(command):
-    result = CliRunner().invoke(main, [*command, "-o", "s3://bucket/cut"])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: s3://bucket/cut is a URL; tpconvert reads and writes folders")
-    assert "mounted bucket" in result.stderr

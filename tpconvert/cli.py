@@ -19,6 +19,7 @@ from tpconvert.errors import CheckpointError, PlanError, TPConvertError
 from tpconvert.options import (
     check_plan_options,
     compared,
+    local_folder,
     local_path,
     open_named,
     plan_of,
@@ -89,7 +90,7 @@ def plan_options(function: F) -> F:
     return function
 
 
-out_option = click.option("-o", "--out", required=True, metavar="DIR", callback=local_path, help="The folder to write.")
+out_option = click.option("-o", "--out", required=True, metavar="DIR", help="The folder to write, or a URL.")
 force_option = click.option("--force", is_flag=True, help="Replace an output that exists.")
 check_option = click.option("--check", is_flag=True, help="Compare every file with its hash first.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -183,12 +184,13 @@ def shard(
 ) -> None:
     """Write one folder of safetensors a rank, with a manifest."""
     from tpconvert.checkpoint import shard as write
+    from tpconvert.checkpoint.remote import output_folder
     from tpconvert.progress import progress_bar
 
     opened, made = planned(source, tp, overrides, rules, plan_file, opening)
     weights = opened.weights()
-    with progress_bar("sharding") as progress:
-        manifest = write(weights, made, Path(out), force=force, progress=progress)
+    with output_folder(out, force=force) as target, progress_bar("sharding") as progress:
+        manifest = write(weights, made, target, force=force, progress=progress)
     say_notes(opened)
     for pickled, becomes in weights.store.becomes().items():
         click.echo(f"note: {pickled} is a pickle; a merge gives back {becomes} in its place.", err=True)
@@ -197,7 +199,7 @@ def shard(
 
 @main.command()
 @click.argument("source")
-@click.argument("folder", required=False, callback=local_path)
+@click.argument("folder", required=False, callback=local_folder)
 @plan_options
 @source_options
 @click.option("--plan", "plan_file", metavar="FILE", help="Use this plan.json instead of making one.")
@@ -294,22 +296,23 @@ def train(folder: str, config: str, nproc_per_node: int | None, more: tuple[str,
 
 
 @main.command()
-@click.argument("folder", callback=local_path)
+@click.argument("folder", callback=local_folder)
 @out_option
 @force_option
 @check_option
 def merge(folder: str, out: str, force: bool, check: bool) -> None:
     """Write one ordinary checkpoint; for a Hugging Face source, a folder that from_pretrained loads."""
     from tpconvert.checkpoint import merge as write
+    from tpconvert.checkpoint.remote import output_folder
     from tpconvert.progress import progress_bar
 
-    with progress_bar("merging") as progress:
-        write(Path(folder), Path(out), force=force, progress=progress, check=check)
+    with output_folder(out, force=force) as target, progress_bar("merging") as progress:
+        write(Path(folder), target, force=force, progress=progress, check=check)
     click.echo(f"{out}: merged.")
 
 
 @main.command()
-@click.argument("folder", callback=local_path)
+@click.argument("folder", callback=local_folder)
 @click.option("--tp", required=True, type=click.IntRange(min=1), metavar="M", help="The new degree.")
 @out_option
 @force_option
@@ -317,15 +320,16 @@ def merge(folder: str, out: str, force: bool, check: bool) -> None:
 def reshard(folder: str, tp: int, out: str, force: bool, check: bool) -> None:
     """Write a sharded folder for another number of ranks, without a whole model in between."""
     from tpconvert.checkpoint import reshard as write
+    from tpconvert.checkpoint.remote import output_folder
     from tpconvert.progress import progress_bar
 
-    with progress_bar("resharding") as progress:
-        manifest = write(Path(folder), Path(out), tp=tp, force=force, progress=progress, check=check)
+    with output_folder(out, force=force) as target, progress_bar("resharding") as progress:
+        manifest = write(Path(folder), target, tp=tp, force=force, progress=progress, check=check)
     click.echo(f"{out}: {len(manifest.tensors)} tensors for {manifest.tp} ranks.")
 
 
 @main.command()
-@click.argument("folder", callback=local_path)
+@click.argument("folder", callback=local_folder)
 @check_option
 @json_option
 @all_option

@@ -17,14 +17,19 @@ if TYPE_CHECKING:
 
 
 def local_path(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """A path of this machine: an output is put in its place by one rename, which object stores do not know."""
+    """A path of this machine, for what is not a folder that is read once or written once."""
     if value is not None and "://" in value:
-        raise CheckpointError(
-            f"{value} is a URL; tpconvert reads and writes folders of a file system, so that an output is there whole "
-            "or not at all.",
-            hint="Name a folder on a disk or of a mounted bucket, and copy it from or to there.",
-        )
+        raise CheckpointError(f"{value} is a URL; here only a path of this machine will do.")
     return value
+
+
+def local_folder(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A folder to read; of a URL a copy on this machine."""
+    if value is None or "://" not in value:
+        return value
+    from tpconvert.checkpoint.remote import fetch_folder
+
+    return str(fetch_folder(value))
 
 
 def planned(

@@ -180,11 +180,11 @@ def flip(path, at):
 
 def test_a_flipped_byte_is_named(out):
     flip(out / RANK, -1)
-    assert check_folder(out) == [f"{RANK}: its sha256 is not the one written: a byte has changed."]
-    with pytest.raises(CheckpointError, match=f"{RANK}: its sha256 is not the one written"):
+    assert check_folder(out) == [f"{RANK}: its blake3 is not the one written: a byte has changed."]
+    with pytest.raises(CheckpointError, match=f"{RANK}: its blake3 is not the one written"):
         load_rank(out, 1, check=True)
     for command in (lambda o: merge(out, o, check=True), lambda o: reshard(out, o, tp=4, check=True)):
-        with pytest.raises(CheckpointError, match=f"{RANK}: its sha256 is not the one written"):
+        with pytest.raises(CheckpointError, match=f"{RANK}: its blake3 is not the one written"):
             command(out.parent / "other")
 
 

@@ -228,7 +228,7 @@ def test_any_flipped_byte_of_any_file_is_named(data, tmp_path):
     raw = bytearray(path.read_bytes())
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(raw)
-    assert check_folder(tmp_path / "out") == [f"{name}: its sha256 is not the one written: a byte has changed."]
+    assert check_folder(tmp_path / "out") == [f"{name}: its blake3 is not the one written: a byte has changed."]
 
 
 def test_a_pickle_of_compressed_entries_is_refused(tmp_path):

@@ -142,7 +142,7 @@ def test_a_check_goes_on_beside_and_still_comes_first(source, tmp_path, command)
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"rank-00001-of-00002/model\.safetensors: its sha256 is not the one"):
+    with pytest.raises(CheckpointError, match=r"rank-00001-of-00002/model\.safetensors: its blake3 is not the one"):
         command(tmp_path / "in", tmp_path / "out", check=True)
     assert not (tmp_path / "out").exists()
     command(tmp_path / "in", tmp_path / "out", check=False)

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
 from tests.checkpoint.frame import menagerie
+from tpconvert.checkpoint.digest import hash_file
 from tpconvert.checkpoint.header import DTYPES, make_header, parse_header, read_header
 from tpconvert.checkpoint.pieces import same_bytes
-from tpconvert.checkpoint.tensorfile import Buffers, TensorFile, TensorFileWriter, flat_bytes, hash_file, load_pickle
+from tpconvert.checkpoint.tensorfile import Buffers, TensorFile, TensorFileWriter, flat_bytes, load_pickle
 from tpconvert.errors import CheckpointError
 
 

@@ -202,11 +202,6 @@ def test_a_revision_of_a_folder_is_refused(llama):
         find_home(str(llama), "main")
 
 
-def test_a_url_says_the_way_out():
-    with pytest.raises(SourceError, match=r"is a URL; models are read from folders .* Copy it to a disk first"):
-        find_home("s3://bucket/model", None)
-
-
 def test_the_command_fetches_a_model_and_cuts_it(hub, llama, tmp_path):
     settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | settings

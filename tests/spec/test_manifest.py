@@ -15,7 +15,7 @@ MANIFEST = Manifest(
     {"gate_up": Entry((8, 4), "bfloat16", Layout(0, (Block(4), Block(4)))), "norm": Entry((4,), "float32")},
     tied={"head": "norm"},
     groups={"optimizer.exp_avg": {"norm": Entry((4,), "float32"), "step": Entry((), "float32")}},
-    files={"rank-00000-of-00002/model.safetensors": File(100, "ab"), "config.json": File(3, "cd")},
+    files={"rank-00000-of-00002/model.safetensors": File(100, "blake3:ab"), "config.json": File(3, "sha256:cd")},
     original=Original(
         files=(OriginalFile("model.safetensors", '{"gate":{}} '),),
         recipes={"gate": Narrow(GATE_UP, 0, 0, 4), "up": Reshape(Narrow(GATE_UP, 0, 4, 8), (2, 8))},
@@ -37,7 +37,13 @@ def test_the_text_has_one_line_a_tensor_and_a_file():
         '  "gate_up": {"shape": [8, 4], "dtype": "bfloat16", "layout": {"dim": 0, "blocks": [[4, 1], [4, 1]]}},'
         in lines
     )
-    assert '  "config.json": [3, "cd"],' in lines
+    assert '  "config.json": [3, "sha256:cd"],' in lines
+
+
+def test_format_1_had_sha256_without_its_name():
+    data = json.loads(MANIFEST.dumps())
+    before = {"format": 1, "files": {name: [size, "ef"] for name, (size, _) in data["files"].items()}}
+    assert {file.digest for file in Manifest.from_json(data | before).files.values()} == {"sha256:ef"}
 
 
 def damaged(path, value):
@@ -52,13 +58,14 @@ def damaged(path, value):
 @pytest.mark.parametrize(
     ("path", "value", "text"),
     [
-        (["format"], 2, "format 2; this version of tpconvert reads format 1"),
+        (["format"], 3, "format 3; this version of tpconvert reads format 2"),
         (["tp"], -1, "tp is -1"),
         (["tensors", "norm", "shape"], [-4], "the shape"),
         (["tensors", "gate_up", "layout", "dim"], 2, "the layout"),
         (["tensors", "gate_up", "layout", "blocks"], [[3, 1]], "the layout"),
         (["tied", "head"], "nothing", "head is tied to nothing, which is not stored"),
-        (["files", "config.json"], [-1, "x"], "the file entry"),
+        (["files", "config.json"], [-1, "sha256:cd"], "the file entry"),
+        (["files", "config.json"], [3, "cd"], "the file entry"),
         (["files", "../config.json"], [1, "x"], "outside its folder"),
         (["original", "copied", "/etc/passwd"], "x", "outside its folder"),
         (["original", "copied", "x"], "../../x", "outside its folder"),

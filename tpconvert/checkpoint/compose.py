@@ -22,6 +22,9 @@ Leaf = Callable[[str], Tensor]
 Read = Callable[[str, Box], Tensor]
 """A box of the tensor a :class:`Take` names, of any dtype of the same width."""
 
+LEAST_RUN = 64 << 10
+"""Bytes below which it is cheaper to copy runs together than to hand on each."""
+_MIXED = "A tensor is made of stored ones of several dtypes, which cannot be joined unchanged."
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -40,9 +43,8 @@ def compose_read(recipe: Recipe, box: Box, read: Read) -> Tensor:
     match recipe:
         case Take(name=name):
             return raw(read(name, box))
-        case Narrow(of=of, dim=dim, start=start):
-            low, high = box[dim]
-            return compose_read(of, (*box[:dim], (low + start, high + start), *box[dim + 1 :]), read)
+        case Narrow(of=of):
+            return compose_read(of, _narrowed(recipe, box), read)
         case Permute(of=of, dims=dims):
             inner = [(0, 0)] * len(dims)
             for out, dim in enumerate(dims):
@@ -51,6 +53,16 @@ def compose_read(recipe: Recipe, box: Box, read: Read) -> Tensor:
         case Join():
             return _compose_join(recipe, box, read)
     return _compose_reshape(recipe.of, recipe.shape, box, read)
+
+
+def compose_runs(recipe: Recipe, box: Box, read: Read) -> list[Tensor]:
+    """The same as tensors whose elements, one after another, are those of ``box``: nothing is copied to join them."""
+    runs = _runs(recipe, box, read)
+    if len({run.dtype for run in runs}) > 1:
+        raise CheckpointError(_MIXED)
+    if len(runs) > 1 and sum(run.nbytes for run in runs) < len(runs) * LEAST_RUN:
+        return [torch.cat([run.reshape(-1) for run in runs])]
+    return runs
 
 
 def part_of(tensor: Tensor, box: Box, start: Box = ()) -> Tensor:
@@ -107,25 +119,40 @@ def split_of(shapes: Sequence[Shape], itemsize: int, limit: int) -> Split:
     return Split(dim, max(limit // max(row, 1), 1))
 
 
-def _compose_join(join: Join, box: Box, read: Read) -> Tensor:
+def _runs(recipe: Recipe, box: Box, read: Read) -> list[Tensor]:
+    if isinstance(recipe, Narrow):
+        return _runs(recipe.of, _narrowed(recipe, box), read)
+    if isinstance(recipe, Join) and all(stop - start <= 1 for start, stop in box[: recipe.dim]):
+        return [run for part, inner in _parts_in(recipe, box) for run in _runs(part, inner, read)]
+    return [compose_read(recipe, box, read)]
+
+
+def _narrowed(recipe: Narrow, box: Box) -> Box:
+    """The box of what is narrowed."""
+    low, high = box[recipe.dim]
+    return (*box[: recipe.dim], (low + recipe.start, high + recipe.start), *box[recipe.dim + 1 :])
+
+
+def _parts_in(join: Join, box: Box) -> list[tuple[Recipe, Box]]:
+    """The parts that hold something of a box, each with its own box of it; the first one if none does."""
     low, high = box[join.dim]
     found, at = [], 0
     for part in join.parts:
         size = part.shape[join.dim]
         start, stop = max(low - at, 0), min(high - at, size)
         if start < stop:
-            found.append(compose_read(part, (*box[: join.dim], (start, stop), *box[join.dim + 1 :]), read))
+            found.append((part, (*box[: join.dim], (start, stop), *box[join.dim + 1 :])))
         at += size
         if at >= high:
             break
-    if not found:
-        first = join.parts[0]
-        return compose_read(first, (*box[: join.dim], (0, 0), *box[join.dim + 1 :]), read)
-    if len(found) == 1:
-        return found[0]
+    return found or [(join.parts[0], (*box[: join.dim], (0, 0), *box[join.dim + 1 :]))]
+
+
+def _compose_join(join: Join, box: Box, read: Read) -> Tensor:
+    found = [compose_read(part, inner, read) for part, inner in _parts_in(join, box)]
     if len({part.dtype for part in found}) > 1:
-        raise CheckpointError("A tensor is made of stored ones of several dtypes, which cannot be joined unchanged.")
-    return torch.cat(found, join.dim)
+        raise CheckpointError(_MIXED)
+    return found[0] if len(found) == 1 else torch.cat(found, join.dim)
 
 
 def _compose_reshape(of: Recipe, shape: Shape, box: Box, read: Read) -> Tensor:

@@ -18,9 +18,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from tpconvert.checkpoint.digest import hash_file
 from tpconvert.checkpoint.header import NAMES, dtype_name
 from tpconvert.checkpoint.store import inside
-from tpconvert.checkpoint.tensorfile import TensorFile, full_disk, hash_file
+from tpconvert.checkpoint.tensorfile import TensorFile, full_disk
 from tpconvert.errors import CheckpointError, PlanError
 from tpconvert.spec import manifest
 from tpconvert.spec.manifest import Manifest
@@ -248,8 +249,8 @@ def check_file(folder: Path, held: Manifest, name: str, *, sizes_only: bool = Fa
         return [f"{name}: missing."]
     if (size := path.stat().st_size) != listed.size:
         return [f"{name}: {size} bytes, but {listed.size} were written: cut short or replaced."]
-    if not sizes_only and hash_file(path).sha256 != listed.sha256:
-        return [f"{name}: its sha256 is not the one written: a byte has changed."]
+    if not sizes_only and hash_file(path, listed.kind).digest != listed.digest:
+        return [f"{name}: its {listed.kind} is not the one written: a byte has changed."]
     return []
 
 

@@ -1,6 +1,6 @@
-"""Threads behind one another: one reads, others hash and write what it has read, each file's bytes in order.
+"""Threads behind one another: one reads, another hashes and writes what it has read, each file's bytes in order.
 
-Hashing and writing cost about the same and neither holds Python's lock, so a file is done in the time of one of them.
+Neither holds Python's lock for long.  What is hashed is still in the processor's cache when it is written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tpconvert.checkpoint.tensorfile import TensorFileWriter, flat_bytes
+from tpconvert.checkpoint.tensorfile import TensorFileWriter
 from tpconvert.spec.manifest import File
 
 AHEAD = 24
@@ -77,12 +77,10 @@ class Pipe:
         self.check()
 
     def open(self, make: Callable[[], TensorFileWriter]) -> Outlet:
-        """A file to write, with a thread that hashes it and another that writes it."""
+        """A file to write, by one of the threads."""
         writer = make()
         with self._lock:
-            at = len(self._outlets)
-            lanes = self._lanes[at % len(self._lanes)], self._lanes[(at + 1) % len(self._lanes)]
-            outlet = Outlet(self, writer, lanes)
+            outlet = Outlet(self, writer, self._lanes[len(self._outlets) % len(self._lanes)])
             self._outlets.append(outlet)
         self.meter.add(writer.header.data)
         return outlet
@@ -139,28 +137,22 @@ class Pipe:
 class Outlet:
     """One file that is written by the threads of a pipe."""
 
-    def __init__(self, pipe: Pipe, writer: TensorFileWriter, lanes: Sequence[ThreadPoolExecutor]) -> None:
+    def __init__(self, pipe: Pipe, writer: TensorFileWriter, lane: ThreadPoolExecutor) -> None:
         self.writer = writer
         self._pipe = pipe
-        self._hashing, self._writing = lanes
+        self._lane = lane
         self._file: Future[Any] | None = None
 
-    def put(self, piece: Tensor) -> None:
-        """Append a piece."""
-        data = flat_bytes(piece)
-        if not len(data):
-            return
-        if self.writer.digest:
-            self._pipe.submit(self._hashing, lambda: self.writer.hash(data))
-        self._pipe.submit(self._writing, lambda: self._pipe.meter.add(self.writer.put(data)))
+    def put(self, runs: Sequence[Tensor]) -> None:
+        """Append runs of elements."""
+        self._pipe.submit(self._lane, lambda: self._pipe.meter.add(sum(map(self.writer.write, runs))))
 
     def end(self) -> None:
         """No more pieces come: the file is forced to the disk and closed."""
-        marks = [lane.submit(lambda: None) for lane in (self._hashing, self._writing)]
+        mark = self._lane.submit(lambda: None)
 
         def close() -> File:
-            for mark in marks:
-                mark.result()
+            mark.result()
             self._pipe.check()
             return self.writer.close()
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tpconvert.checkpoint.compose import Box, Leaf
+from tpconvert.checkpoint.digest import hash_file
 from tpconvert.checkpoint.folder import (
     EXTRA,
     EXTRA_GROUP,
@@ -35,7 +36,7 @@ from tpconvert.checkpoint.header import dtype_name, make_header, parse_header
 from tpconvert.checkpoint.pieces import first_holders
 from tpconvert.checkpoint.pipe import Progress
 from tpconvert.checkpoint.store import INDEX, inside
-from tpconvert.checkpoint.tensorfile import Buffers, TensorFile, hash_file
+from tpconvert.checkpoint.tensorfile import Buffers, TensorFile
 from tpconvert.checkpoint.weights import Weights, tie
 from tpconvert.checkpoint.write import (
     MAX_FILE,

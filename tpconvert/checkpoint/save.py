@@ -23,11 +23,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tpconvert.checkpoint.digest import hash_file
 from tpconvert.checkpoint.folder import EXTRA, PLAN, NewFolder, rank_folder, write_manifest, write_text
 from tpconvert.checkpoint.header import dtype_name
 from tpconvert.checkpoint.reshard import rank_metadata
 from tpconvert.checkpoint.store import Store
-from tpconvert.checkpoint.tensorfile import full_disk, hash_file
+from tpconvert.checkpoint.tensorfile import full_disk
 from tpconvert.checkpoint.write import MAX_FILE, Target, copy_files, split_targets, write_index_file, write_targets
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.manifest import Entry, File, Manifest
@@ -60,7 +61,7 @@ def write_rank(
             targets: list[Target] = split_targets(where, stem, recipes, dtypes, rank_metadata(rank, tp), max_file)
             files |= write_targets(folder, targets, Store({stem: held}))
             files |= write_index_file(folder, targets, stem)
-        write_text(folder / where / _HASHES, json.dumps({p: [f.size, f.sha256] for p, f in files.items()}))
+        write_text(folder / where / _HASHES, json.dumps({p: [f.size, f.digest] for p, f in files.items()}))
     except OSError as error:
         reason = "the disk is full" if full_disk(error) else error.strerror
         raise CheckpointError(f"{folder / where}: cannot be written: {reason}.") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import mmap
 import os
 import sys
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tpconvert.checkpoint.compose import Box, flat_range, part_of, run_around
+from tpconvert.checkpoint.digest import Digest, best_kind
 from tpconvert.checkpoint.header import Header, read_header
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.manifest import File
@@ -136,38 +136,32 @@ class _Descriptor:
 
 
 class TensorFileWriter:
-    """Writes a file tensor by tensor in the order of its header, and hashes it on the way.
-
-    :meth:`write` does both; :meth:`hash` and :meth:`put` are for two threads that each take all the bytes in order.
-    """
+    """Writes a file tensor by tensor in the order of its header, and hashes it on the way."""
 
     def __init__(self, path: Path, header: Header, *, digest: bool = True) -> None:
         self.path = path
         self.header = header
         self.digest = digest
-        self._hash = hashlib.sha256()
+        self._hash = Digest(best_kind())
         self._file: BinaryIO = path.open("xb", buffering=0)
         self._done = self._started = 0
-        self.hash(memoryview(header.encoded))
+        self._begin()
+
+    def write(self, tensor: Tensor) -> int:
+        """Append the bytes of a tensor, or of a run of its first dim; the number of bytes written."""
+        return self._put(flat_bytes(tensor))
+
+    def _begin(self) -> None:
         try:
-            self.put(memoryview(header.encoded))
+            allocate(self._file.fileno(), self.header.size)
+            self._put(memoryview(self.header.encoded))
         except BaseException:
             self.abandon()  # nobody has the writer yet who could
             raise
 
-    def write(self, tensor: Tensor) -> int:
-        """Append the bytes of a tensor, or of a run of its first dim; the number of bytes written."""
-        data = flat_bytes(tensor)
-        self.hash(data)
-        return self.put(data)
-
-    def hash(self, data: memoryview) -> None:
-        """Take the next bytes into the hash."""
+    def _put(self, data: memoryview) -> int:
         if self.digest:
             self._hash.update(data)
-
-    def put(self, data: memoryview) -> int:
-        """Append bytes without hashing them; their number."""
         at = 0
         while at < len(data):
             at += self._write(data[at:])
@@ -183,7 +177,7 @@ class TensorFileWriter:
             raise AssertionError(f"{self.path}: {self._done} of {self.header.size} bytes written")
         os.fsync(self._file.fileno())
         self._file.close()
-        return File(self._done, self._hash.hexdigest() if self.digest else "")
+        return File(self._done, self._hash.text if self.digest else "")
 
     def abandon(self) -> None:
         """Close the file as it is; no harm after :meth:`close`."""
@@ -205,24 +199,20 @@ def flat_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
+def allocate(descriptor: int, size: int) -> None:
+    """Have the file system set the room aside, where it can: writing costs less then, and a full disk is known now."""
+    begin = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if begin is not None and size and begin(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        if full_disk(error):
+            raise error
+
+
 def start_writing(descriptor: int, start: int, count: int) -> None:
     """Have the disk begin to write a range of a file, where the system can: forcing it out at the end takes less."""
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if begin is not None:
         begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
-
-
-def hash_file(path: Path) -> File:
-    """The size and sha256 of a file, read in pieces."""
-    digest, size, piece = hashlib.sha256(), 0, memoryview(bytearray(1 << 20))
-    try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(piece):
-                digest.update(piece[:count])
-                size += count
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from None
-    return File(size, digest.hexdigest())
 
 
 def full_disk(error: OSError) -> bool:

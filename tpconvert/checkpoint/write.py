@@ -14,12 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tpconvert.checkpoint.compose import Box, compose_read, part_of, run_around, split_of
+from tpconvert.checkpoint.compose import Box, compose_runs, part_of, run_around, split_of
+from tpconvert.checkpoint.digest import hash_file
 from tpconvert.checkpoint.folder import write_text
 from tpconvert.checkpoint.header import Header, make_header, nbytes, sort_key
 from tpconvert.checkpoint.pipe import Meter, Outlet, Pipe, Progress
 from tpconvert.checkpoint.store import INDEX, write_index
-from tpconvert.checkpoint.tensorfile import Buffers, TensorFileWriter, hash_file
+from tpconvert.checkpoint.tensorfile import Buffers, TensorFileWriter
 from tpconvert.spec.manifest import File
 from tpconvert.spec.recipe import Recipe, Shape, takes
 
@@ -148,13 +149,14 @@ def _write_tensor(name: str, targets: Sequence[Target], covers: Covers, outlets:
     limit = min(max(ROUND // len(targets), RUN // 2), RUN)
     split = split_of([r.shape for r in recipes], made.itemsize, limit)
     for boxes in zip_longest(*(split.boxes(r.shape) for r in recipes)):
-        pieces: dict[tuple[int, Box], Tensor] = {}
+        pieces: dict[tuple[int, Box], list[Tensor]] = {}
         for outlet, recipe, box in zip(outlets, recipes, boxes, strict=True):
             if box is None:
                 continue
             key = id(recipe), box
             if key not in pieces:
-                pieces[key] = covers.buffers.packed(_cast(compose_read(recipe, box, covers.box), made, stored))
+                runs = compose_runs(recipe, box, covers.box)
+                pieces[key] = [covers.buffers.packed(_cast(run, made, stored)) for run in runs]
             outlet.put(pieces[key])
 
 

@@ -27,7 +27,7 @@ def names() -> dict[str, Schema]:
     """File name -> schema."""
     return {
         f"plan-{plan.FORMAT}.schema.json": plan_schema(),
-        f"manifest-{manifest.FORMAT}.schema.json": manifest_schema(),
+        **{f"manifest-{form}.schema.json": manifest_schema(form) for form in manifest.READ},
     }
 
 
@@ -40,11 +40,14 @@ def plan_schema() -> Schema:
     return found | {"$defs": {kind.__name__: _of_class(kind, _doc(kind)) for kind in kinds} | _layouts()}
 
 
-def manifest_schema() -> Schema:
+def manifest_schema(form: int = manifest.FORMAT) -> Schema:
     """Of ``manifest.json``."""
+    digest, said = "[a-z0-9]+:[0-9a-f]{64}", "size, and the hash after its kind"
+    if form == 1:
+        digest, said = "[0-9a-f]{64}", "size and sha256"
     entries = _map({"$ref": "#/$defs/Entry"})
     properties = {
-        "format": {"const": manifest.FORMAT},
+        "format": {"const": form},
         "tp": {"type": "integer", "minimum": 1},
         "source": {"type": "object"},
         "tensors": entries,
@@ -54,9 +57,9 @@ def manifest_schema() -> Schema:
             "type": "object",
             "propertyNames": PATH,
             "additionalProperties": {
-                "description": "size and sha256",
+                "description": said,
                 "type": "array",
-                "prefixItems": [COUNT, {"type": "string", "pattern": "^[0-9a-f]{64}$"}],
+                "prefixItems": [COUNT, {"type": "string", "pattern": f"^{digest}$"}],
                 "minItems": 2,
                 "maxItems": 2,
             },
@@ -82,7 +85,7 @@ def manifest_schema() -> Schema:
         "additionalProperties": False,
     }
     definitions = {"Entry": entry, "Original": _original(), "Recipe": _recipe()} | _layouts()
-    return _head("manifest.json", manifest.FORMAT, body) | {"$defs": definitions}
+    return _head("manifest.json", form, body) | {"$defs": definitions}
 
 
 def _head(name: str, version: int, body: Schema) -> Schema:

@@ -9,9 +9,10 @@ import glob
 import json
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tpconvert.checkpoint.remote import fetch_folder
 from tpconvert.errors import SourceError
 
 _BESIDE = ("*.json", "*.py", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -69,10 +70,9 @@ def find_home(name: str, revision: str | None) -> Home:
             raise SourceError(f"{name} has no config.json.", hint=_folder_hint(path))
         return Home(name, path)
     if "://" in name:
-        raise SourceError(
-            f"{name} is a URL; models are read from folders and from the Hugging Face hub.",
-            hint="Copy it to a disk first, or mount it.",
-        )
+        if revision:
+            raise SourceError(f"--revision is for ids on the Hugging Face hub; {name} is a URL.")
+        return replace(find_home(str(fetch_folder(name)), None), name=name)
     if _is_path(name):
         raise SourceError(f"There is no {name}.", hint=_near_path(path))
     folder = _download(name, revision or "", _BESIDE, _OTHER_FORMS)

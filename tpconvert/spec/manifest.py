@@ -6,6 +6,7 @@ It is written last, so a folder that has one is whole.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,8 +16,13 @@ from tpconvert.spec import recipe
 from tpconvert.spec.layout import Layout
 from tpconvert.spec.recipe import Recipe, Shape
 
-FORMAT = 1
+FORMAT = 2
+READ = (1, FORMAT)
+"""Format 1 had sha256 alone, without its name."""
+SHA256 = "sha256"
 NAME = "manifest.json"
+
+_DIGEST = re.compile("[a-z0-9]+:[0-9a-f]+")
 
 T = TypeVar("T")
 
@@ -37,7 +43,13 @@ class File:
     """One file of the folder."""
 
     size: int
-    sha256: str
+    digest: str
+    """The hash of its bytes after the kind of hash: ``blake3:...``, ``sha256:...``."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of hash."""
+        return self.digest.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +101,7 @@ class Manifest:
             "tensors": {name: _entry_json(entry) for name, entry in self.tensors.items()},
             "tied": self.tied,
             "groups": {g: {name: _entry_json(e) for name, e in group.items()} for g, group in self.groups.items()},
-            "files": {name: [file.size, file.sha256] for name, file in sorted(self.files.items())},
+            "files": {name: [file.size, file.digest] for name, file in sorted(self.files.items())},
             "original": {
                 "files": {file.name: file.header for file in original.files},
                 "recipes": {name: recipe.to_json(r) for name, r in original.recipes.items()},
@@ -108,7 +120,7 @@ class Manifest:
         """The inverse of :meth:`to_json`; anything else is a :class:`CheckpointError` that names ``where``."""
         if not isinstance(data, dict) or "format" not in data:
             raise CheckpointError(f"{where}: not a manifest of tpconvert.")
-        if data["format"] != FORMAT:
+        if data["format"] not in READ:
             raise CheckpointError(
                 f"{where}: format {data['format']!r}; this version of tpconvert reads format {FORMAT}.",
                 hint="Use the version of tpconvert that wrote it, or a newer one.",
@@ -155,7 +167,7 @@ def _read(data: Mapping[str, Any]) -> Manifest:
         tensors=tensors,
         tied=tied,
         groups=groups,
-        files={safe_path(name): _file(file) for name, file in data["files"].items()},
+        files={safe_path(name): _file(file, data["format"]) for name, file in data["files"].items()},
         original=_original(data["original"], {name: entry.shape for name, entry in tensors.items()}),
         source=dict(data.get("source", {})),
     )
@@ -186,11 +198,14 @@ def _entry(data: Mapping[str, Any]) -> Entry:
     return Entry(shape, str(data["dtype"]), layout)
 
 
-def _file(data: list[Any]) -> File:
-    size, sha256 = data
-    if type(size) is not int or size < 0 or not isinstance(sha256, str):
+def _file(data: list[Any], form: int) -> File:
+    size, digest = data
+    if type(size) is not int or size < 0 or not isinstance(digest, str):
         raise ValueError(f"the file entry {data!r}")
-    return File(size, sha256)
+    digest = f"{SHA256}:{digest}" if form == 1 else digest
+    if not _DIGEST.fullmatch(digest):
+        raise ValueError(f"the file entry {data!r}")
+    return File(size, digest)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
