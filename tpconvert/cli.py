@@ -170,6 +170,8 @@ def plan(
 @plan_options
 @source_options
 @click.option("--plan", "plan_file", metavar="FILE", help="Use this plan.json instead of making one.")
+@click.option("--init", is_flag=True, help="Weights as the model draws them at first, whatever SOURCE holds.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="What --init draws them from. [default: 0]")
 @out_option
 @force_option
 def shard(
@@ -178,20 +180,25 @@ def shard(
     overrides: tuple[str, ...],
     rules: tuple[str, ...],
     plan_file: str | None,
+    init: bool,
+    seed: int | None,
     out: str,
     force: bool,
     **opening: Any,
 ) -> None:
     """Write one folder of safetensors a rank, with a manifest."""
+    if seed is not None and not init:
+        raise click.UsageError("--seed is what --init draws weights from; without --init there is nothing to draw.")
     from tpconvert.checkpoint import shard as write
     from tpconvert.checkpoint.remote import output_folder
     from tpconvert.progress import progress_bar
 
     opened, made = planned(source, tp, overrides, rules, plan_file, opening)
-    weights = opened.weights()
+    weights = opened.initial(seed or 0) if init and opened.initial else opened.weights()
     with output_folder(out, force=force) as target, progress_bar("sharding") as progress:
         manifest = write(weights, made, target, force=force, progress=progress)
-    say_notes(opened)
+    if not init:
+        say_notes(opened)
     for pickled, becomes in weights.store.becomes().items():
         click.echo(f"note: {pickled} is a pickle; a merge gives back {becomes} in its place.", err=True)
     click.echo(f"{out}: {len(manifest.tensors)} tensors for {manifest.tp} ranks.")

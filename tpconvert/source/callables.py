@@ -18,6 +18,7 @@ from torch import nn
 from tpconvert.errors import SourceError
 from tpconvert.source.blame import blaming
 from tpconvert.source.frugal import frugal, parameters_to_meta, real_inputs
+from tpconvert.source.initial import on_files
 from tpconvert.source.source import Inputs, Source
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def open_callable(name: str, *, weights: str | None = None) -> Source:
         inputs=real_inputs(inputs),
         build=build,
         weights=partial(_weights, module, build, stored),
+        initial=partial(_initial, name, function),
         description={"class": type(module).__name__},
         notes=notes,
     )
@@ -109,9 +111,9 @@ def _on_meta(name: str, function: Function) -> tuple[nn.Module, Inputs, tuple[st
         return *_called(name, function), (f"{name} could not be called without weights, so it was called with them.",)
 
 
-def _called(name: str, function: Function) -> tuple[nn.Module, Inputs]:
+def _called(name: str, function: Function, seed: int = 0) -> tuple[nn.Module, Inputs]:
     with blaming(f"{name} failed"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         result = function()
     match result:
         case (nn.Module() as module, dict() | tuple() as inputs):
@@ -165,6 +167,16 @@ def _weights(module: nn.Module, build: Callable[[], nn.Module], stored: Path | N
     from tpconvert.checkpoint.weights import file_weights, module_weights, ties_of
 
     return file_weights(stored, tied=ties_of(module)) if stored else module_weights(build())
+
+
+def _initial(name: str, function: Function, seed: int) -> Weights:
+    from tpconvert.checkpoint.weights import module_weights
+
+    with on_files():
+        module, _ = _called(name, function, seed)
+    weights = module_weights(module)
+    weights.source |= {"name": name, "seed": seed}
+    return weights
 
 
 def _is_dotted(place: str) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, ignore_patterns
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,16 @@ from tpconvert.errors import SourceError
 from tpconvert.source.blame import told
 from tpconvert.source.frugal import frugal, parameters_to_meta
 from tpconvert.source.hub import Home, find_home
+from tpconvert.source.initial import on_files
 from tpconvert.source.inputs import example_inputs
 from tpconvert.source.source import Source
 from tpconvert.source.tasks import auto_class, named_class
 
 if TYPE_CHECKING:
     from tpconvert.checkpoint.weights import Weights
+
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.index.json")
 
 
 def open_huggingface(
@@ -55,6 +59,7 @@ def open_huggingface(
         inputs=inputs,
         build=partial(_real, home, kind, make, config, trust_remote_code),
         weights=partial(_weights, home, module, make, config),
+        initial=partial(_initial, home, module, make, config),
         description={k: v for k, v in description.items() if v},
         has_weights=home.has_weights,
         config=config,
@@ -123,11 +128,11 @@ def _untrusted(home: Home, remote: dict[str, str]) -> SourceError:
     )
 
 
-def _from_config(kind: Any, config: Any, *, trust: bool) -> Any:
+def _from_config(kind: Any, config: Any, *, trust: bool, seed: int = 0) -> Any:
     """A module of random weights from a copy of the config."""
     copy = deepcopy(config)
     with quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         if hasattr(kind, "_from_config"):
             return kind._from_config(copy)
         return kind.from_config(copy, trust_remote_code=trust)
@@ -158,13 +163,22 @@ def _weights(home: Home, module: nn.Module, make: Any, config: Any) -> Weights:
     _check_whole(home)
     if home.has_weights:
         return hf_weights(home.with_weights(), module)
-    # Saved as transformers would, since its names on disk may be others than the module's.
+    return _initial(home, module, make, config, 0)
+
+
+def _initial(home: Home, module: nn.Module, make: Any, config: Any, seed: int) -> Weights:
+    """What the class draws from the seed, as transformers saves it: names on disk may be others than the module's."""
+    from tpconvert.source.conversion import hf_weights
+
+    _check_whole(home)
     folder = TemporaryDirectory(prefix="tpconvert-")
-    copytree(home.folder, folder.name, dirs_exist_ok=True)
+    copytree(home.folder, folder.name, dirs_exist_ok=True, ignore=ignore_patterns(*_WEIGHTS))
     with quiet():
-        _built(home, make, config).save_pretrained(folder.name)
+        with on_files():
+            drawn = _built(home, partial(make, seed=seed), config)
+        drawn.save_pretrained(folder.name, max_shard_size="2GB")
     weights = hf_weights(Path(folder.name), module)
-    weights.source["name"] = home.name
+    weights.source |= {"name": home.name, "seed": seed}
     weakref.finalize(weights, folder.cleanup)
     return weights
 

@@ -28,6 +28,8 @@ class Source:
     """A new real module on the CPU with the source's weights; seeded ones where it has none."""
     weights: Callable[[], Weights]
     """The tensors to shard, read lazily."""
+    initial: Callable[[int], Weights] | None = None
+    """The same tensors as the model's own initialisation draws them from a seed, in bounded memory."""
     description: dict[str, Any] = field(default_factory=dict)
     """JSON for the plan and the manifest: class, versions, revision, input shapes."""
     has_weights: bool = True
