@@ -2,6 +2,7 @@
 
     python benchmarks/scaling.py --seconds 540 --out results
     python benchmarks/scaling.py --toy --out results        # on CPUs with gloo, tiny models: does it run?
+    python benchmarks/scaling.py --render results/scaling.json --out docs/scaling.md
 
 *proofs*: ``tpconvert verify`` on GPU ranks, in float32 and bfloat16.  *steps*: forward and backward of a Llama, whole
 and in every way it can be cut, over NCCL.  *alone*: the same as rank 0 of a group in which nobody else is, compute and
@@ -39,9 +40,10 @@ import torch._dynamo
 import torch._inductor.compile_fx
 import transformers
 
-from benchmarks.compare import cases, loading, proofs, running, step, tables
+from benchmarks.compare import cases, loading, page, proofs, running, step, tables
 from benchmarks.compare.bandwidth import bandwidth
 from benchmarks.compare.case import Case
+from benchmarks.compare.growth import plot
 from benchmarks.compare.plans import key, make_plans
 from benchmarks.compare.processes import Job, run_all, slug
 
@@ -53,6 +55,9 @@ AT_ONCE = 7
 def main() -> None:
     """Run the parts that are asked for."""
     options = arguments()
+    if options.render:
+        page.write(options.render, options.out)
+        return
     warnings.simplefilter("ignore")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     began = time.monotonic()
@@ -64,7 +69,8 @@ def main() -> None:
         run.everything()
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    text = tables.markdown(run.rows, run.about())
+    text = tables.markdown(run.rows, [run.about()])
+    plot(run.rows, options.out / "growth.png")
     (options.out / "scaling.md").write_text(text)
     (options.out / "scaling.json").write_text(json.dumps({"about": run.about(), "rows": run.rows}, indent=1))
     print(text)
@@ -80,6 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gb", type=float, default=16.0, help="of the model that is loaded")
     parser.add_argument("--only", default="", help="cases whose names hold this")
     parser.add_argument("--options", nargs="*", default=[], metavar="JSON", help="further cases of the converted model")
+    parser.add_argument("--render", nargs="+", type=Path, metavar="JSON", help="results -> the page --out, no run")
     parser.add_argument("--toy", action="store_true", help="tiny models on CPUs")
     return parser.parse_args()
 

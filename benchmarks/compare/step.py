@@ -117,7 +117,7 @@ def figures(case: Case, step: Step, optimizer: Any, device: torch.device, toy: b
     def one() -> None:
         step.run(optimizer)
 
-    steps = 2 if toy else 12
+    steps = 2 if toy else 20
     times = measure.milliseconds(one, device, steps, seconds=1e9 if case.network else 3.0)
     found: dict[str, Any] = measure.summary(times) | {"peak_gib": measure.peak_gib(device), "times": times}
     found["tokens_per_s"] = case.tokens / found["ms"] * 1000 * (case.tp if case.way == "fsdp" else 1)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from benchmarks.compare.growth import growth
+from benchmarks.compare.markup import cells, number, table, told
+
 Row = dict[str, Any]
 
 
@@ -24,17 +27,17 @@ def short(result: Any) -> str:
     return ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in kept.items())
 
 
-def markdown(rows: Sequence[Row], about: Row) -> str:
+def markdown(rows: Sequence[Row], calls: Sequence[Row]) -> str:
     """All tables."""
     out = [
-        f"`{about['command']}`, {about['seconds']} s, torch {about['torch']}, transformers {about['transformers']}, "
-        f"{about['gpus']} GPUs{', CPUs with gloo' if about['toy'] else ''}.",
+        f"`{c['command']}`: {c['seconds']} s, torch {c['torch']}, transformers {c['transformers']}, "
+        f"{c['gpus']} {'CPUs with gloo' if c['toy'] else 'GPUs'}."
+        for c in calls
     ]
     for part, title in (
         ("steps", "Over NCCL"),
         ("alone", "Rank 0 alone"),
         ("others", "Other models, rank 0 alone"),
-        ("costs", "Costs, rank 0 alone"),
     ):
         mine = [r for r in rows if r["part"] == part and "ms" in r]
         wholes = {size_key(r): r for r in rows if r.get("way") == "whole" and "ms" in r}
@@ -63,6 +66,7 @@ def markdown(rows: Sequence[Row], about: Row) -> str:
                 "",
                 *(f"- {k}: {told(v)}" for k, v in row.items() if k not in ("part", "job")),
             ]
+    out += growth(rows)
     failed = [r for r in rows if "error" in r]
     if failed:
         out += ["", "## Not measured", "", *(f"- {r.get('job', r.get('name'))}: {r['error']}" for r in failed)]
@@ -120,31 +124,3 @@ def section(title: str, rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     if not rows:
         return []
     return ["", f"## {title}", "", *table(names), *(cells([told(r[n]) for n in names]) for r in rows)]
-
-
-def table(names: Sequence[str]) -> list[str]:
-    """The head of a table."""
-    return [cells([n.replace("_", " ") for n in names]), cells(["---"] * len(names))]
-
-
-def cells(values: Iterable[str]) -> str:
-    """A row."""
-    return f"| {' | '.join(values)} |"
-
-
-def number(value: float | None, digits: int) -> str:
-    """A number, or nothing."""
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def told(value: Any) -> str:
-    """A value in a table."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return (
-        f"{value:.4g}"
-        if isinstance(value, float)
-        else ", ".join(f"{k} {told(v)}" for k, v in value.items())
-        if isinstance(value, dict)
-        else str(value)
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tpconvert.parallel.convert import output_gathers, part
 from tpconvert.spec.plan import Plan
 from tpconvert.train.model import logits_of
 
-OWN = ("compile_loss", "inductor")
+OWN = ("compile_loss", "inductor", "plain")
 """Options of a case that are not for ``parallelize``."""
 
 
@@ -75,20 +76,20 @@ def converted(
     """What tpconvert makes of it; its logits stay cut where the plan lets them be."""
     assert plan is not None
     made, mesh = Plan.loads(plan), make_mesh(case.tp, device=device)
-    options = {k: v for k, v in case.options if k not in OWN}
+    options, own = ({k: v for k, v in case.options if (k in OWN) is mine} for mine in (False, True))
     gathers, layouts = output_gathers(made), made.layouts()
     shapes = {name: p.shape for name, p in module.named_parameters()}
     parallelize(
         module, made, mesh, gather_output=not gathers, sequence_parallel=case.sequence_parallel, **options
     )  # fmt: skip
-    if "_micro_pipeline_tp" in dict(case.options).get("inductor", ()):
+    if "_micro_pipeline_tp" in own.get("inductor", ()):
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         assert mesh.group is not None
         enable_symm_mem_for_group(mesh.group.group_name)
     fill(module, device, lambda name, value: part(value, layouts[name], mesh), shapes)
-    compile_layers(case, module)
-    lossy = torch.compile(cross_entropy) if dict(case.options).get("compile_loss") else cross_entropy
+    compile_ours(case, module)
+    lossy = torch.compile(cross_entropy) if case.compiled and not own.get("plain") else cross_entropy
 
     def loss() -> Tensor:
         logits = logits_of(module(**inputs))
@@ -232,6 +233,17 @@ def fill(
             if buffer is not None:
                 part_of_module._buffers[name] = buffer.to(device)
     module.train()
+
+
+def compile_ours(case: Case, module: nn.Module) -> None:
+    """Compile a converted model as the runner does; ``plain`` and other settings of inductor as torch does."""
+    apart = find_spec("tpconvert.parallel.compiled") is None or not torch.cuda.is_available()
+    if not case.compiled or apart or {"plain", "inductor"} & dict(case.options).keys():
+        compile_layers(case, module)
+        return
+    from tpconvert.parallel.compiled import compile_layers as compile_converted
+
+    compile_converted(module)
 
 
 def compile_layers(case: Case, module: nn.Module) -> None:

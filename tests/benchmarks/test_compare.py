@@ -1,12 +1,15 @@
 """The frame of the comparison on several GPUs: its processes, its turns, its tables."""
 
+import json
 import time
 
 import pytest
 
 from benchmarks.compare import cases, tables
 from benchmarks.compare.case import Case
+from benchmarks.compare.growth import along, growth
 from benchmarks.compare.measure import covered, summary
+from benchmarks.compare.page import write
 from benchmarks.compare.processes import Job, run_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -85,7 +88,36 @@ def test_the_table_divides_by_the_whole_model_at_equal_settings():
     eager = Case("converted", tp=2, network=True).to_json() | figures | {"part": "steps"}
     failed = {"part": "steps", "job": "a case", "error": "not done within 9 s"}
     about = {"command": "c", "seconds": 1, "torch": "2", "transformers": "5", "gpus": 2, "toy": False}
-    text = tables.markdown([whole, ours, eager, failed], about)
+    text = tables.markdown([whole, ours, eager, failed], [about])
     assert "| converted tp=2, compiled | 50.0 | 51,200 | 9.00 | 0.80 |" in text
     assert "| converted tp=2, eager | 80.0 | 51,200 | 9.00 |  |" in text
     assert "- a case: not done within 9 s" in text
+
+
+def test_a_page_keeps_the_latest_figure_and_no_failure_beside_one(tmp_path):
+    about = {"command": "c", "seconds": 1, "torch": "2", "transformers": "5", "gpus": 2, "toy": False}
+    old = {"part": "runner", "job": "runner", "steps": 100}
+    files = []
+    for name, rows in {
+        "a": [old, {"part": "written", "job": "written", "gb": 1.0}],
+        "b": [old | {"steps": 200}, {"part": "written", "job": "written", "error": "no time left"}],
+    }.items():
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps({"about": about, "rows": rows}))
+    write(files, tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert "- steps: 200" in text and "- steps: 100" not in text
+    assert "- gb: 1" in text and "no time left" not in text
+
+
+def test_growth_is_along_one_number_at_a_time():
+    rows = [
+        {"part": "costs", "layers": n, "tokens": t, "width": 1, "tp": 2, "ms": 10.0 * n + 5, "peak_gib": 1 + n / 2}
+        | {"tokens_per_s": 1.0}
+        for n, t in [(4, 4096), (2, 4096), (8, 4096), (4, 8192)]
+    ]
+    assert [r["layers"] for r in along(rows, "layers")] == [2, 4, 8]
+    text = "\n".join(growth(rows))
+    assert "layers to the power of 0.88" in text
+    assert "A line through all: 5.0 ms and 10.00 ms a layer; 1.00 GiB and 0.500 GiB a layer." in text
+    assert "### tp" not in text
