@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from tpconvert.errors import ConfigError
-from tpconvert.train.batch import IGNORE, check_fingerprints, collate, count_labels, fingerprint
+from tpconvert.train.batch import IGNORE, Shortened, check_fingerprints, collate, count_labels, fingerprint
 from tpconvert.train.config import make_config
 from tpconvert.train.data import Held
 from tpconvert.train.fits import Limits, check_fits
@@ -294,3 +294,27 @@ def test_dp_ranks_share_out_the_held_out_set_in_as_many_batches_each(count: int)
     assert len(ranks[0]) == len(ranks[1])
     counted = [int(i) for of in ranks for batch, counts in of if counts for i in batch.ids[:, 0]]
     assert sorted(counted) == list(range(count))
+
+
+# -- padding --------------------------------------------------------------------------------------------------------
+
+
+def test_padding_that_all_rows_share_can_be_left_out():
+    of = Causal(numbers(30, 3, 13), 40, False, 99)
+    rows = [of(i, 0) for i in range(2)]
+    long, short = collate(rows), Shortened(4, False)(rows)
+    assert short.ids.shape == short.labels.shape == short.attention.shape == (2, 12)
+    assert all(t.is_contiguous() for t in (short.ids, short.labels, short.attention))
+    assert torch.equal(short.ids, long.ids[:, :12]) and not long.attention[:, 12:].any()
+    assert short.predicted == long.predicted
+
+
+def test_targets_are_as_long_as_the_longest_of_them():
+    row = {"ids": np.arange(16), "labels": np.array([5] * 9 + [IGNORE] * 7), "used": 3}
+    short = Shortened(2, True)([row, row])
+    assert short.ids.shape == (2, 4) and short.labels.shape == (2, 10) and short.predicted == 18
+
+
+def test_one_label_for_a_row_stays_one():
+    row = {"ids": np.arange(16), "labels": np.int64(3), "used": 3}
+    assert Shortened(8, False)([row, row]).labels.tolist() == [3, 3]

@@ -90,7 +90,7 @@ def run(mesh, folder: Path, config, output: Path) -> list[float]:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_each_example_trains_the_model_that_it_is_for(run_ranks, tmp_path: Path, name: str):
     folder, config = sharded(tmp_path, name, 2), small(tmp_path, name)
-    losses = run_ranks(run, 2, folder, config, tmp_path / "run")
+    losses = run_ranks(run, 2, folder, config, tmp_path / "run", timeout=250)
     assert losses[0] == losses[1] and len(losses[0]) == 2 and losses[0][0] > losses[0][1] - 0.2
     if config.data.eval is not None:
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -110,7 +110,7 @@ def test_the_loss_is_that_of_transformers(run_ranks, tmp_path: Path, name: str):
     model = type(MODELS[name]()).from_pretrained(tmp_path / "source").eval()
     with torch.no_grad():
         expected = model(input_ids=batch.ids, attention_mask=batch.attention, labels=batch.labels).loss.item()
-    for ours in run_ranks(evaluated, 2, folder, config, tmp_path / "run"):
+    for ours in run_ranks(evaluated, 2, folder, config, tmp_path / "run", timeout=250):
         assert abs(ours - expected) < 1e-5 * expected
 
 

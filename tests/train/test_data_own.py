@@ -141,8 +141,7 @@ def cross_entropy(model, batch):
     return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("loss", [None, "squared"])
+@pytest.mark.parametrize(("tp", "dp", "loss"), [(2, 1, None), (2, 2, None), (2, 2, "squared")])
 def test_own_examples_train_as_in_one_process(run_ranks, tmp_path: Path, tp: int, dp: int, loss: str | None):
     folder = make_folder(tmp_path / "model", tp)
     every = run_ranks(run, tp, folder, settings(loss=loss), tmp_path / "run", dp=dp)
@@ -239,3 +238,14 @@ def test_an_evaluation_changes_nothing_of_the_training(run_ranks, tmp_path: Path
     with_it = settings(eval={"dataset": f"{HERE}:pairs", "every": 1, "batches": 2})
     plain = run_ranks(run, 2, folder, settings(), tmp_path / "a")
     assert run_ranks(run, 2, folder, with_it, tmp_path / "b") == plain
+
+
+def test_an_evaluation_leaves_shards_over_dp_as_they_were(run_ranks, tmp_path: Path):
+    folder = make_folder(tmp_path / "model", 1)
+    config = settings(eval={"fraction": 0.2, "every": 1}).model_dump(mode="json")
+    sharded = make_config(config | {"parallelism": {"data_parallel": "fsdp"}})
+    whole = run_ranks(run, 1, folder, make_config(config), tmp_path / "a", dp=2)
+    every = run_ranks(run, 1, folder, sharded, tmp_path / "b", dp=2)
+    assert all(abs(a - b) < 1e-11 for a, b in zip(every[0], whole[0], strict=True))
+    resumed = run_ranks(run, 1, folder, resume_from(sharded, tmp_path / "b" / "step-4"), tmp_path / "c", dp=2)
+    assert resumed[0] == every[0][4:]

@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    BloomConfig,
-    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -34,7 +32,6 @@ MODELS = {
     "window": lambda: MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=7)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=40)),
     "bert": lambda: BertForMaskedLM(BertConfig(**SIZES)),
-    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)),
 }
 
 
@@ -81,7 +78,7 @@ def run(mesh, folder: Path, config: Config, output: Path) -> list[float]:
     return train(folder, config, mesh, output=output)
 
 
-@pytest.mark.parametrize(("name", "tp"), [("llama", 1), ("llama", 2), ("window", 1), ("gpt2", 1), ("gpt2", 2)])
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("window", 1), ("gpt2", 2)])
 def test_the_loss_of_packed_documents_is_that_of_each_alone(run_ranks, tmp_path: Path, name: str, tp: int):
     folder, config = sharded(tmp_path, name, tp), settings(tmp_path, boundaries="attention")
     batch = first_batch(folder, config, make_mesh(1))
@@ -105,13 +102,12 @@ def evaluated(mesh, folder: Path, config: Config, output: Path) -> float:
         return model.loss(batch).item() / batch.predicted
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_masked_documents_that_are_packed_have_the_loss_of_each_alone(run_ranks, tmp_path: Path, tp: int):
-    folder, config = sharded(tmp_path, "bert", tp), settings(tmp_path, "masked", boundaries="attention")
+def test_masked_documents_that_are_packed_have_the_loss_of_each_alone(run_ranks, tmp_path: Path):
+    folder, config = sharded(tmp_path, "bert", 2), settings(tmp_path, "masked", boundaries="attention")
     batch = first_batch(folder, config, make_mesh(1))
     assert (batch.documents[:, -1] > 1).all() and (batch.attention == 0).any()
     expected = loss_of_each_alone(BertForMaskedLM.from_pretrained(tmp_path / "source").eval(), batch)
-    ours = run_ranks(evaluated, tp, folder, config, tmp_path / "run")
+    ours = run_ranks(evaluated, 2, folder, config, tmp_path / "run")
     assert all(abs(loss - expected) < 1e-5 * expected for loss in ours)
 
 

@@ -11,6 +11,7 @@ from tpconvert.errors import ConfigError
 from tpconvert.train import rows
 from tpconvert.train.config import apply_overrides, make_config
 from tpconvert.train.data_config import Data
+from tpconvert.train.objectives import Causal
 from tpconvert.train.sources import find_files
 from tpconvert.train.text import open_tokens, tokenize
 from tpconvert.train.tokenizer import ByteTokenizer, open_tokenizer
@@ -231,6 +232,17 @@ def test_pairs_have_a_source_with_its_prefix_and_a_target(tmp_path: Path):
     assert tokens.row(0).tolist() == [120, 97, 98] and tokens.more["target"].row(1).tolist() == [101, 102]
 
 
+def test_an_answer_goes_on_from_its_question_which_is_not_asked_for(tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl", {"text": "ab", "to": "c"}, {"text": "d", "to": "ef"})
+    tokens = tokens_of(tmp_path, path=path, target="to")
+    assert tokens.ids.tolist() == [97, 98, 99, 256, 100, 101, 102, 256] and tokens.starts.tolist() == [0, 4, 8]
+    example = Causal(tokens, 7, True, 0, boundaries=True)(0, 0)
+    assert example["labels"].tolist() == [-100, 99, 256, -100, 101, 102, 256]
+    alone = Causal(tokens, 6, False, 0)(1, 0)
+    assert alone["ids"].tolist() == [100, 101, 102, 256, 0, 0]
+    assert alone["labels"].tolist() == [101, 102, 256, -100, -100, -100]
+
+
 def labelled(tmp_path: Path, *items: object, names: dict[str, int] | None = None, **data):
     data = Data(path=write_lines(tmp_path / "a.jsonl", *items), **data)
     return open_tokens(tokenize(data, ByteTokenizer(), tmp_path / "cache", labels=names))
@@ -299,7 +311,7 @@ def test_words_begin_after_spaces_and_where_the_tokenizer_says(tmp_path: Path):
         ({"path": "a", "hub": "b"}, "one of path, hub, sources and dataset is needed, path and hub given"),
         ({"sources": [{"weight": 2}]}, "a source has either a path or a hub"),
         ({"path": "a", "eval": {"every": 5}}, "one of path, hub, dataset and fraction is needed"),
-        ({"sources": [{"path": "a", "wieght": 2}]}, r"data\.sources\.0\.wieght is not a key\. Did you mean .*weight"),
+        ({"sources": [{"path": "a", "weigh": 2}]}, r"data\.sources\.0\.weigh is not a key\. Did you mean .*weight"),
         ({"path": "a", "eval": {"fractoin": 2}}, r"data\.eval\.fractoin is not a key\. Did you mean .*fraction"),
     ],
 )

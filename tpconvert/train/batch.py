@@ -116,6 +116,29 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """:func:`collate` without the padding that all rows share, but for what a ``multiple`` needs."""
+
+    multiple: int
+    pairs: bool
+    """Whether labels are targets with a length of their own."""
+
+    def __call__(self, rows: Sequence[Any]) -> Batch:
+        """One batch."""
+        batch = collate(rows)
+        width = _up(int(batch.attention.sum(1).max()), self.multiple)
+        labels = batch.labels
+        if labels.dim() == 2:
+            longest = _up(int((labels != IGNORE).sum(1).max()), self.multiple) if self.pairs else width
+            labels = labels[:, :longest]
+        return Batch(*(t.contiguous() for t in (batch.ids[:, :width], labels, batch.attention[:, :width])))
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-max(length, 1) // multiple) * multiple
+
+
 def collate(rows: Sequence[Any]) -> Batch:
     """Sequences of equal lengths as one batch."""
     ids, labels = (torch.from_numpy(np.stack([r[name] for r in rows])) for name in ("ids", "labels"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,21 @@ from pathlib import Path
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import Mesh
 from tpconvert.spec.plan import Plan
-from tpconvert.train.batch import IGNORE, Batch, OwnBatch, check_fingerprints, collate, count_labels, fingerprint
+from tpconvert.train.batch import (
+    IGNORE,
+    Batch,
+    OwnBatch,
+    Shortened,
+    check_fingerprints,
+    collate,
+    count_labels,
+    fingerprint,
+)
 from tpconvert.train.config import Config, accumulation
 from tpconvert.train.data_config import Source
 from tpconvert.train.fits import Limits, check_fits, limits, read_config
 from tpconvert.train.objectives import Sequences, make_sequences, split
-from tpconvert.train.order import Batches, Micro, Position
+from tpconvert.train.order import Batches, Micro, Position, Stack
 from tpconvert.train.own import Numbered, Stream, collate_own, is_numbered, open_dataset
 from tpconvert.train.ranks import together
 from tpconvert.train.rows import label_names
@@ -36,7 +46,7 @@ class Held:
     micro: int
     dp_rank: int
     dp_degree: int
-    own: bool = False
+    stack: Stack = collate
 
     def batches(self, most: int | None = None) -> Sequence[tuple[Micro, bool]]:
         """``(micro-batch, whether it counts)``, as many on each dp rank: some have one again that does not count."""
@@ -45,7 +55,7 @@ class Held:
         mine = parts[self.dp_rank :: self.dp_degree]
         rounds = -(-len(parts) // self.dp_degree)
         chosen = [(part, True) for part in mine] + [(parts[0], False)] * (rounds - len(mine))
-        return _Made(chosen[:most], collate_own if self.own else collate)
+        return _Made(chosen[:most], self.stack)
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
@@ -136,9 +146,12 @@ def _text(
         for source, tokens in found
         if tokens.bad
     ]
+    stack: Stack = collate
+    if data.pad_to == "longest" and not packed:
+        stack = Shortened(math.lcm(8, mesh.degree), data.objective == "seq2seq")
     return Data(
-        Batches(tuple(sources), *_share(config, mesh), weights, data.workers),
-        Held(tuple(held), training.micro_batch_size, mesh.dp_rank, mesh.dp_degree) if held else None,
+        Batches(tuple(sources), *_share(config, mesh), weights, data.workers, stack),
+        Held(tuple(held), training.micro_batch_size, mesh.dp_rank, mesh.dp_degree, stack) if held else None,
         tuple(notes),
         packed and data.boundaries != "none" and any(len(tokens.starts) > 2 for _, tokens in found),
         **_how_often(config),
@@ -180,5 +193,5 @@ def _own(config: Config, mesh: Mesh) -> Data:
         if data.eval is not None and data.eval.fraction is not None:
             examples, held = split(examples, data.eval.fraction, packed=False, seed=seed)
         train = Batches((examples,), seed, micro, *rest, (), data.workers, collate_own)
-    kept = Held((held,), micro, mesh.dp_rank, mesh.dp_degree, own=True) if held is not None else None
+    kept = Held((held,), micro, mesh.dp_rank, mesh.dp_degree, collate_own) if held is not None else None
     return Data(train, kept, **_how_often(config))

@@ -97,17 +97,21 @@ class Data(Section):
     field: str | None = None
     """The key of the text: ``text``, or for tagging ``tokens``, a list of words. Dots go into nested keys."""
     target: str | None = None
-    """The key of what is predicted: ``target`` (seq2seq), ``label`` (classification), ``tags`` (tagging)."""
+    """The key of what is predicted: ``target`` (seq2seq), ``label`` (classification), ``tags`` (tagging). Causal: none;
+    where it is set, it goes on from the text, which is then read only."""
     labels: tuple[str, ...] = ()
     """Names of the classes or tags, in the order of their numbers. Default: those in the model's configuration."""
     prefix: str = ""
-    """Put before each source text of seq2seq, as T5 likes it: ``"summarize: "``."""
+    """Put before each text that has a target, as T5 likes it: ``"summarize: "``."""
     target_len: int | None = Field(None, ge=1)
     """Longest target of seq2seq. Default: training.seq_len."""
     tokenizer: str | None = None
     """A folder or hub name, or ``bytes``. Default: the tokenizer of the sharded folder."""
     pack: bool = True
     """Causal and masked: join documents and cut them into full sequences; otherwise one a sequence, padded or cut."""
+    pad_to: Literal["seq_len", "longest"] = "seq_len"
+    """How far sequences that are not packed are padded. longest: to the longest of the micro-batch, which saves work;
+    seq_len: all to one length, which a compiled model likes."""
     boundaries: Literal["auto", "attention", "labels", "none"] = "auto"
     """Of packed documents. attention: no document sees another, and positions restart; labels: only no label is of the
     next document; auto: attention if the model can, else labels; none: text without ends."""

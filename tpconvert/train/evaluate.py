@@ -24,5 +24,7 @@ def evaluate(model: Model, data: Data) -> float:
                     sums += torch.stack([loss.double(), torch.tensor(float(model.count([batch])), device=device)])
     finally:
         model.module.train()
+        for unit in model.shards.units:  # which a forward without a backward leaves whole
+            unit.reshard()
     total, count = summed_over_dp(sums, model.mesh).tolist()
     return total / max(count, 1.0)

@@ -53,11 +53,13 @@ def check_fits(config: Config, tokens: Tokens, tokenizer: Tokenizer, has: Limits
             f"The tokens go up to {largest}, but the model has {has.words} words (0 to {has.words - 1}).",
             hint="Set data.tokenizer to the one the model was made with.",
         )
-    if has.places is not None and config.training.seq_len > has.places:
-        raise ConfigError(
-            f"training.seq_len {config.training.seq_len} is more than the {has.places} positions of the model "
-            "(max_position_embeddings in its config.json)."
-        )
+    target = config.data.target_len if config.data.objective == "seq2seq" else None
+    for key, length in (("training.seq_len", config.training.seq_len), ("data.target_len", target or 0)):
+        if has.places is not None and length > has.places:
+            raise ConfigError(
+                f"{key} {length} is more than the {has.places} positions of the model "
+                "(max_position_embeddings in its config.json)."
+            )
     if has.classes is not None and tokens.largest_label >= has.classes:
         raise ConfigError(
             f"The labels go up to {tokens.largest_label}, but the model has {has.classes} classes "

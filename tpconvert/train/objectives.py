@@ -56,6 +56,9 @@ class Causal:
         ids, labels = np.full(self.seq_len, self.pad), np.full(self.seq_len, IGNORE)
         used = min(len(text), self.seq_len)
         ids[:used], labels[: max(len(text) - 1, 0)] = text[:used], text[1:]
+        if "asked" in self.tokens.more:
+            asked = self.tokens.more["asked"].values[start + 1 : start + len(text)]
+            labels[: len(asked)][asked == 0] = IGNORE
         example = {"ids": ids, "labels": labels, "used": used}
         if not (self.pack and self.boundaries):
             return example

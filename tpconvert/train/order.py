@@ -22,6 +22,8 @@ from tpconvert.train.batch import Batch, OwnBatch, collate
 from tpconvert.train.objectives import Sequences
 
 Micro = Batch | OwnBatch
+Stack = Callable[[Sequence[Any]], Micro]
+"""Makes a micro-batch of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Batches:
     weights: tuple[float, ...] = ()
     """Of the sources; empty where all are alike."""
     workers: int = 0
-    collate: Callable[[Sequence[Any]], Micro] = collate
+    stack: Stack = collate
 
     def __post_init__(self) -> None:
         if len(self) < self.step_size:
@@ -112,7 +114,7 @@ class Batches:
         for source, at in drawn:
             epoch, place = divmod(at, len(self.sources[source]))
             rows.append(self.sources[source](orders.number(source, epoch, place), epoch))
-        return self.collate(rows)
+        return self.stack(rows)
 
 
 class _Orders:

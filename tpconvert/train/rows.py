@@ -38,6 +38,8 @@ def rows(
 ) -> Iterator[Row]:
     """The rows of all records that the objective can use."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if data.objective == "causal" and data.target is not None:
+        return _answers(records, field, data.target, data.prefix, tokenizer, tally)
     if data.objective in ("causal", "masked"):
         return _documents(_texts(records, field, tally), data, tokenizer)
     target = data.target or _TARGETS[data.objective]
@@ -133,6 +135,17 @@ def _batches(texts: Iterator[str]) -> Iterator[list[Chunk]]:
 
 _TOGETHER = 1000
 """Examples tokenized at once."""
+
+
+def _answers(
+    records: Iterator[Record], field: str, target: str, prefix: str, tokenizer: Tokenizer, tally: Tally
+) -> Iterator[Row]:
+    """Documents of a text that is read and a text that is asked for, with what stands around them."""
+    start = [] if tokenizer.start is None else [tokenizer.start]
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    for row in _pairs(records, field, target, prefix, tokenizer, tally):
+        read, asked = [*start, *row.columns["ids"]], [*row.columns["target"], *end]
+        yield Row({"ids": [*read, *asked], "asked": [0] * len(read) + [1] * len(asked)})
 
 
 def _pairs(

@@ -54,7 +54,7 @@ class Tokens:
     largest: int
     """The largest id of a word."""
     more: Mapping[str, Column] = field(default_factory=dict)
-    """Further columns: begins, target, label, tags."""
+    """Further columns: begins, asked, target, label, tags."""
     bad: int = 0
     """Lines that were left out."""
     named: tuple[str, ...] = ()
@@ -114,8 +114,9 @@ def open_tokens(folder: Path) -> Tokens:
 
 def _key(data: Data, tokenizer: Tokenizer, source: Source, labels: Mapping[str, int]) -> str:
     """A name that changes with whatever the tokens depend on."""
-    local = source.path or ((source.hub,) if source.hub and Path(source.hub).is_dir() else ())
-    files = find_files(local) if local else []
+    files = find_files(source.path) if source.path else []
+    if source.hub and Path(source.hub).is_dir():
+        files = sorted(path for path in Path(source.hub).rglob("*") if path.is_file())
     seen = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     settings = data.model_dump(mode="json", include=set(_KEYS))
     about = source.model_dump(mode="json", exclude={"path", "weight"})
@@ -132,7 +133,13 @@ def _column(folder: Path, name: str, dtype: str) -> Column:
 
 def _write(folder: Path, made: Iterator[Row], words: int, source: Source, tally: Tally) -> None:
     """Write all columns; a source that gives no row is an error."""
-    dtypes = {"ids": "uint16" if words <= 1 << 16 else "int32", "begins": "uint8", "tags": "int32", "label": "int32"}
+    dtypes = {
+        "ids": "uint16" if words <= 1 << 16 else "int32",
+        "begins": "uint8",
+        "asked": "uint8",
+        "tags": "int32",
+        "label": "int32",
+    }
     dtypes["target"] = dtypes["ids"]
     starts: dict[str, list[int]] = {}
     files: dict[str, IO[bytes]] = {}
