@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from tpconvert.analyze.draws import settled
 from tpconvert.analyze.entering import has_floats
 from tpconvert.analyze.provenance import remembering
 from tpconvert.analyze.recorder import Inputs, Recorder, is_inplace, mutated_alias
@@ -43,27 +44,38 @@ __all__ = [
 ]
 
 
-def capture(module: nn.Module, inputs: Inputs, *, values: bool = False, shadow: Any = None, rules: Any = None) -> Trace:
+def capture(
+    module: nn.Module,
+    inputs: Inputs,
+    *,
+    values: bool = False,
+    shadow: Any = None,
+    rules: Any = None,
+    drawn: float | None = None,
+) -> Trace:
     """Record ``module(**inputs)`` (or ``module(*inputs)``) and return its trace.
 
     ``values`` keeps a copy of every op's result.  ``shadow`` answers value questions on meta tensors
     (:class:`tpconvert.analyze.shadow.Shadow`).  ``rules`` say which custom autograd functions are one op, the
     shipped ones unless given.  Floating inputs take part in differentiation: a whole model gives them a gradient.
+    Random numbers come from a fixed state; a single one that the forward draws from [0, 1) is ``drawn`` if given.
     Raises SourceError, with the failing line of the module's own code, where the forward fails.
     """
     from tpconvert.analyze.rules import load_rules
 
     rules = load_rules() if rules is None else rules
     try:
-        return _captured(module, inputs, Recorder(module, values, shadow, rules, True))
+        with settled(drawn):
+            return _captured(module, inputs, Recorder(module, values, shadow, rules, True), drawn)
     except SourceError:
         if not has_floats(inputs):
             raise
         # a forward that does to its inputs what cannot be differentiated has no gradients of them
-        return _captured(module, inputs, Recorder(module, values, shadow, rules, False))
+        with settled(drawn):
+            return _captured(module, inputs, Recorder(module, values, shadow, rules, False), drawn)
 
 
-def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder) -> Trace:
+def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder, drawn: float | None) -> Trace:
     formulas = recorder.formulas
     with (
         remembering(module, formulas) as owners,
@@ -87,6 +99,7 @@ def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder) -> Trace:
         recorder.computed(kept(module)),
         recorder.by_data,
         recorder.rules,
+        drawn,
     )
 
 

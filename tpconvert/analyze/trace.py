@@ -71,6 +71,8 @@ class Trace:
     """Values whose shape hangs on other values."""
     rules: Any = None
     """The op rules it was captured with, by name."""
+    drawn: float | None = None
+    """What each draw of a single number from [0, 1) gave, where it was asked for."""
 
     @property
     def nodes(self) -> list[fx.Node]:

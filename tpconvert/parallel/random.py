@@ -16,7 +16,8 @@ each rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,17 @@ class Streams:
     """Whether numbers were cut around each module that is running."""
     on: bool = False
     """Whether the root's last forward changed streams."""
+    held: bool = False
+    """Whether all ranks draw the whole numbers everywhere, as the whole model does: to be compared with it."""
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Make no switches."""
+        self.held = True
+        try:
+            yield
+        finally:
+            self.held = False
 
     @property
     def cut(self) -> bool:
@@ -76,7 +88,7 @@ def generator(device: torch.device) -> torch.Generator:
 
 def turn(mesh: Mesh, cut: bool) -> None:
     """Draw cut numbers, or whole ones, from now on."""
-    if mesh.degree > 1 and not mesh.dry and not torch.compiler.is_compiling():
+    if mesh.degree > 1 and not mesh.dry and not mesh.streams.held and not torch.compiler.is_compiling():
         mesh.streams.draw(cut, mesh.rank, mesh.device)
 
 

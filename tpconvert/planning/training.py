@@ -18,6 +18,7 @@ from torch import fx, nn
 from tpconvert.analyze.axes import Axes, tensors
 from tpconvert.analyze.capture import Inputs, Trace, capture
 from tpconvert.analyze.copies import copied
+from tpconvert.analyze.draws import ENDS
 from tpconvert.analyze.randoms import DROPS
 from tpconvert.analyze.shadow import Shadow, needs_shadow
 from tpconvert.analyze.terms import Term, find, leaves
@@ -91,8 +92,19 @@ class Training:
 
     @cached_property
     def other(self) -> Trace | None:
-        """In train mode; None where the forward fails."""
+        """In train mode; None where the forward fails.
+
+        Where layers are left out at random, the path that has most of them stands for all: a layer that is not called
+        asks for nothing.
+        """
         found = self._captured(self.inputs, training=True)
+        called = {c.module for c in self.trace.calls}
+        for drawn in ENDS:
+            if not isinstance(found, Trace) or called <= {c.module for c in found.calls}:
+                break
+            again = self._captured(self.inputs, training=True, drawn=drawn)
+            if isinstance(again, Trace) and len(again.calls) > len(found.calls):
+                found = again
         self.failure = "" if isinstance(found, Trace) else found
         return found if isinstance(found, Trace) else None
 
@@ -111,7 +123,8 @@ class Training:
         """Those in train mode, and in train mode and another dtype, so that the dtypes that follow the model's show."""
         last: Trace | str = ""
         for dtype in other_dtypes(self.module):
-            last = self._captured(floats_as(self.inputs, dtype), training=True, dtype=dtype)
+            drawn = None if self.other is None else self.other.drawn
+            last = self._captured(floats_as(self.inputs, dtype), training=True, dtype=dtype, drawn=drawn)
             if isinstance(last, Trace):
                 break
         return [Calls(t) if isinstance(t, Trace) else None for t in (self.other, last)]
@@ -128,7 +141,9 @@ class Training:
                 left -= changed
         return found, left
 
-    def _captured(self, inputs: Inputs, training: bool, dtype: torch.dtype | None = None) -> Trace | str:
+    def _captured(
+        self, inputs: Inputs, training: bool, dtype: torch.dtype | None = None, drawn: float | None = None
+    ) -> Trace | str:
         """A capture of a copy, or why the forward fails."""
         from tpconvert.planning.make import eval_mode
 
@@ -136,7 +151,7 @@ class Training:
         try:
             with eval_mode(module, training=training):
                 shadow = Shadow() if needs_shadow(module) else None
-                return capture(module, inputs, shadow=shadow, rules=self.trace.rules)
+                return capture(module, inputs, shadow=shadow, rules=self.trace.rules, drawn=drawn)
         except SourceError as error:
             return error.message
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy
@@ -133,6 +133,15 @@ class _Pair:
                     for n, b in module.named_buffers():
                         b.copy_(kept[n])
 
+    @contextmanager
+    def exact(self) -> Iterator[Exact]:
+        """Without dropout, and so with no need of numbers of each rank's own: all draw what the whole model draws.
+
+        A switch of streams takes a number, and a layer that is left out at random would be another one.
+        """
+        with self.mesh.streams.holding(), Exact(self.dtype) as running:
+            yield running
+
     def run_plain(self) -> tuple[Any, Any]:
         """What both return without a mode, which keeps them off their fast paths, if the whole one runs so.
 
@@ -155,7 +164,7 @@ class _Pair:
             return
         kept, self.inputs = self.inputs, smaller
         try:
-            with torch.no_grad(), Exact(self.dtype):
+            with torch.no_grad(), self.exact():
                 try:
                     whole = self.run(self.whole)
                 except Exception as error:
@@ -175,7 +184,7 @@ class _Pair:
         for module, record, given in zip((self.whole, self.local), records, entered, strict=True):
             module.train(mode == "train")
             module.zero_grad(set_to_none=True)
-            with Exact(self.dtype) as running, _Recording(module, record):
+            with self.exact() as running, _Recording(module, record):
                 output = self.run(module, given.tree)
                 runs.append((output, self.loss(module, output), running.rates))
         (whole, whole_loss, rates), (local, local_loss, local_rates) = runs
@@ -185,7 +194,7 @@ class _Pair:
         if rates or local_rates:
             self.add("dropout rates", "every dropout", self.over_ranks(0.0 if rates == local_rates else UNEQUAL), mode)
         self.part(records)
-        with Exact(self.dtype):
+        with self.exact():
             whole_loss.backward()
             local_loss.backward()
         self.gradients(mode)
@@ -251,7 +260,7 @@ class _Pair:
                         if p.grad is not None:
                             p -= RATE * p.grad
                 module.zero_grad(set_to_none=True)
-                with Exact(self.dtype):
+                with self.exact():
                     self.loss(module, self.run(module)).backward()
                 densify(module)
         for kind in ("parameter", "buffer"):
