@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.zoo.mend import divisible, fit, lessen, mend
+from benchmarks.zoo.reach import enriched
 from benchmarks.zoo.small import ATTEMPTS, Attempt, small
 from benchmarks.zoo.types import class_names
 from tpconvert.source import Source, twin
@@ -205,7 +206,7 @@ def _at_size(make: Any, config: Any, by: str) -> tuple[Built | None, list[Except
         if any(refusal.given is inputs for refusal in refused):
             return None, [refusal.error for refusal in refused[:REFUSALS]]
         richer = [refusal.error for refusal in refused if media_in(refusal.given) - media_in(inputs)]
-        return _run(module, inputs, by, SLOW), richer[:REFUSALS]
+        return _run(module, enriched(module, search, inputs), by, SLOW), richer[:REFUSALS]
     except Exception as error:
         return None, [error]
 

@@ -24,6 +24,7 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     """
     from benchmarks.zoo import facts
     from benchmarks.zoo.build import NotBuiltError, build
+    from benchmarks.zoo.reach import untouched
     from tpconvert.analyze.copies import copied
     from tpconvert.errors import TPConvertError
     from tpconvert.planning import make_plan
@@ -124,23 +125,6 @@ def _on_forked_ranks(module: Any, inputs: Any, plan: Any) -> dict[str, Any]:
     except Exception as error:
         found = {"outcome": "crashed", "why": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     return found | {"seconds": round(time.monotonic() - start, 1)}
-
-
-def untouched(module: Any, inputs: Any) -> list[list[Any]]:
-    """Parameters that no output depends on, folded: ``[name with * for numbers, how many]``."""
-    from tpconvert.verify.checks import call
-    from tpconvert.verify.modes import loss_of
-
-    try:
-        loss = loss_of(call(module, inputs))
-        if loss is None:
-            return [["all: no output has a gradient", 1]]
-        loss.backward()
-    except Exception as error:
-        return [[f"unknown: {type(error).__name__}: {error}"[:200], 1]]
-    found = Counter(folded(n) for n, p in module.named_parameters() if p.grad is None and p.requires_grad)
-    module.zero_grad(set_to_none=True)
-    return [[name, n] for name, n in found.most_common(20)]
 
 
 def crashed(error: BaseException, stage: str) -> dict[str, Any]:

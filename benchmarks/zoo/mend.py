@@ -86,7 +86,7 @@ def _resized(config: Any, had: int, wanted: int, *, every: bool = False) -> bool
     for part in parts(config):
         changed = False
         for name, value in list(vars(part).items()):
-            if type(value) is int and value == had and re.search(r"(size|dim|d_model|channels)$", name):
+            if type(value) is int and value == had and re.search(r"(size|dim|d_model|channels)($|_)", name):
                 changed |= _set(part, name, wanted)
             elif _integers(value) and had in value and re.search(r"channel|(sizes|dims)$", name):
                 changed |= _set(part, name, type(value)(wanted if n == had else n for n in value))
@@ -146,7 +146,7 @@ def _names(error: BaseException) -> Iterator[str]:
     yield from re.findall(r"[`'](\w+)[`']", str(error))
     for file, line in _lines(error):
         source = Path(file).read_text(errors="ignore")
-        for owner, name in re.findall(r"(config|self)\.(\w+)", line):
+        for owner, name in re.findall(r"\b(config|self)\.(?=(\w+))", line):
             yield name
             if owner == "self":
                 yield from re.findall(rf"self\.{name} = \w*config\.(\w+)", source)

@@ -161,6 +161,8 @@ def _smaller(name: str, value: Any, attempt: Attempt, few: int, marks: Iterator[
         return type(value)(v // attempt.narrower for v in value)
     if isinstance(value, list | tuple) and value and all(type(v) is int for v in value):
         return type(value)(_smaller(name, v, attempt, few, marks) for v in value)
+    if name.endswith("feature_sizes") and isinstance(value, list | tuple):
+        return [[max(side // attempt.image, 1) for side in sides] for sides in value]
     if value is None and re.fullmatch(r"(image|video|audio)_token_(id|index)", name):
         return next(marks)
     if type(value) is not int:

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from torch import nn
 from transformers import (
     DepthAnythingConfig,
     LlamaConfig,
@@ -15,11 +17,13 @@ from transformers import (
 from benchmarks.zoo.build import _own
 from benchmarks.zoo.facts import agreement, linear_like, way_back
 from benchmarks.zoo.mend import divisible, fit, mend
+from benchmarks.zoo.reach import enriched, untouched
 from benchmarks.zoo.render import render
 from benchmarks.zoo.small import ATTEMPTS, small
 from benchmarks.zoo.whole import reasons_of
 from tests.hf_models import build
 from tpconvert.planning import make_plan
+from tpconvert.source.inputs import Search
 
 
 def test_a_backbone_with_fewer_layers_gives_out_as_many_features():
@@ -140,6 +144,42 @@ def test_the_page_counts_the_worse_of_lockstep_and_ranks(tmp_path, ranks, said):
 def test_reasons_are_counted_without_the_places_where_they_arose():
     text = "whole: dim 0: layer_norm takes its statistics (in h.*.ln (2)); dim 1: h.3.mlp: a reduce (x) has no place"
     assert reasons_of(text) == ["layer_norm takes its statistics", "a reduce (x) has no place"]
+
+
+class Layout(nn.Module):
+    """Reads places only where they are given, and codes that have no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.codes = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, input_ids, bbox=None):
+        """
+        bbox (`torch.FloatTensor` of shape `(batch_size, sequence_length, 4)`, *optional*):
+            Where each word is.
+        """
+        out = self.words(input_ids) + self.codes(self.words(input_ids)).argmax(-1, keepdim=True)
+        return out if bbox is None else out + self.places(bbox)
+
+
+def test_inputs_are_added_that_more_parameters_wait_for():
+    module = Layout()
+    inputs = {"input_ids": torch.zeros(2, 13).long()}
+    assert sorted(n for n, _ in untouched(module, inputs)) == [
+        "codes.bias",
+        "codes.weight",
+        "places.bias",
+        "places.weight",
+    ]
+    found = enriched(module, Search(module, LlamaConfig()), inputs)
+    assert found["bbox"].shape == (2, 13, 4)
+    assert sorted(n for n, _ in untouched(module, found)) == ["codes.bias", "codes.weight"]
+
+
+def test_sizes_of_features_become_smaller_with_the_images():
+    config = LlamaConfig(backbone_feature_sizes=[[256, 256], [64, 64]], image_size=1024)
+    smaller = small(config, ATTEMPTS[0])
+    assert (smaller.image_size, smaller.backbone_feature_sizes) == (256, [[64, 64], [16, 16]])
 
 
 def test_no_attempt_is_made_twice():

@@ -209,6 +209,11 @@ def test_patches_have_the_dims_that_are_documented():
     assert (32, 8, 8, 3) in [given["pixel_values"].shape for given in found]
 
 
+def test_patches_of_all_images_lie_beside_each_other_where_their_sizes_are_asked_for():
+    given = next(images("pixel_values", {"target_sizes"}, Config()))
+    assert given["pixel_values"].shape == (1, 3, 4, 4 * int(given["target_sizes"].prod(1).sum()))
+
+
 def test_images_that_are_put_together_shrink_together():
     images = {"pixel_values": torch.zeros(2, 3, 8, 6), "prompts": torch.zeros(2, 3, 8, 6)}
     found = list(resized(images, "Input image size (16*6) doesn't match model (8*6).", torch.zeros))

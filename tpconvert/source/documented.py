@@ -28,6 +28,8 @@ _ALIASES = {
     "channels": ("num_channels", "in_channels", "in_chans"),
     "num_channels": ("in_channels", "in_chans"),
     "image_channels": ("num_channels",),
+    "patch_height": ("patch_size",),
+    "patch_width": ("patch_size",),
     "hidden_dim": ("hidden_size", "d_model"),
     "hidden_size": ("d_model", "n_embd", "dim"),
     "embedding_dim": ("speaker_embedding_dim", "hidden_size"),

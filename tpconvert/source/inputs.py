@@ -140,7 +140,14 @@ class Search:
         media = [n for n in (*SOUNDS, "pixel_values", VIDEOS) if n in self.names]
         least = [n for n in dict.fromkeys([*self.main, *self.required]) if n in self.names]
         text = [n for n in ("input_ids",) if n in self.names]
-        wanted = [*([[n, *text, *least] for n in media] if text else []), least, *([n, *least] for n in media), text]
+        every = [[*media, *text, *least]] if len(media) > 1 else []
+        wanted = [
+            *every,
+            *([[n, *text, *least] for n in media] if text else []),
+            least,
+            *([n, *least] for n in media),
+            text,
+        ]
         for names in dict.fromkeys(tuple(dict.fromkeys(w)) for w in wanted if w):
             for given in itertools.islice(self.together(names), 24):
                 if self._is_new(given):
@@ -153,10 +160,10 @@ class Search:
             self.config,
             self.names,
             lambda name: self.forms(name, {}),
-            self._settled,
+            self.settled,
         )
 
-    def _settled(self, part: nn.Module, given: Given, taken: list[str]) -> Given | None:
+    def settled(self, part: nn.Module, given: Given, taken: list[str]) -> Given | None:
         """What a part runs on: the inputs as given, or as mended by what it says of them."""
         later = [given]
         for _ in range(MENDED):

@@ -33,6 +33,8 @@ def images(name: str, names: set[str], config: Any, dims: tuple[str, ...] = ()) 
     if names & {"spatial_shapes", *PLACES}:
         yield from (_patches_in_rows(name, names, config, side) for side in (_side(config), 4 * _side(config)))
     channels = _channels(seen)
+    if "target_sizes" in names:
+        yield _patches_side_by_side(name, config, channels)
     height, width = square(seen)
     if "image_sizes" in names and name == IMAGES:
         sizes = torch.tensor([[height, width]] * BATCH)
@@ -102,6 +104,13 @@ def _patches_in_rows(name: str, names: set[str], config: Any, side: int) -> Give
         **{n: places.repeat(BATCH, 1, 1) for n in PLACES},
     }
     return given | {n: v for n, v in more.items() if n in names}
+
+
+def _patches_side_by_side(name: str, config: Any, channels: int) -> Given:
+    """All patches of all images beside each other in one low image, and how many high and wide each image is."""
+    side, patch = _side(config), size_in(_seeing(config), "patch_size") or 14
+    sizes = torch.tensor([[side, side]] * BATCH)
+    return {name: random(1, channels, patch, patch * BATCH * side * side), "target_sizes": sizes}
 
 
 def _seeing(config: Any) -> Any:
