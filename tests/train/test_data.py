@@ -1,12 +1,18 @@
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from tests.train.tiny import make_folder, make_text
 from tpconvert.errors import ConfigError
+from tpconvert.parallel import make_mesh
 from tpconvert.train.batch import IGNORE, Shortened, check_fingerprints, collate, count_labels, fingerprint
 from tpconvert.train.config import make_config
 from tpconvert.train.data import Held
 from tpconvert.train.fits import Limits, check_fits
+from tpconvert.train.loop import train
 from tpconvert.train.objectives import Causal, Part, make_sequences, split
 from tpconvert.train.order import Batches, Position
 from tpconvert.train.text import Column, Tokens
@@ -318,3 +324,37 @@ def test_targets_are_as_long_as_the_longest_of_them():
 def test_one_label_for_a_row_stays_one():
     row = {"ids": np.arange(16), "labels": np.int64(3), "used": 3}
     assert Shortened(8, False)([row, row]).labels.tolist() == [3, 3]
+
+
+# -- all of it in a run ---------------------------------------------------------------------------------------------
+
+
+def run(mesh, folder, config, output) -> list[float]:
+    return train(folder, config, mesh, output=output)
+
+
+def test_a_blend_of_masked_documents_goes_on_to_the_bit_and_on_other_ranks(run_ranks, tmp_path: Path):
+    paths = [
+        make_text(tmp_path / "a.txt", 3000),
+        make_text(tmp_path / "b.txt", 900),
+        make_text(tmp_path / "c.txt", 300),
+    ]
+    sources = [{"path": str(path), "weight": weight} for path, weight in zip(paths[:2], (2, 1), strict=True)]
+    config = {
+        "training": {"steps": 12, "micro_batch_size": 2, "global_batch_size": 4, "seq_len": 32, "precision": "fp64"},
+        "data": {
+            "sources": sources, "tokenizer": "bytes", "objective": "masked", "documents": "line",
+            "cache": str(tmp_path / "cache"), "eval": {"path": str(paths[2]), "every": 4},
+        },
+        "checkpoint": {"every": 8, "keep": 3},
+        "logging": {"every": 1, "tensorboard": False},
+    }  # fmt: skip
+    folder = make_folder(tmp_path / "model", 1)
+    whole = run_ranks(run, 1, folder, make_config(config), tmp_path / "whole", dp=2)[0]
+    from_8 = make_config(config | {"checkpoint": {"resume": str(tmp_path / "whole" / "step-8")}})
+    assert run_ranks(run, 1, folder, from_8, tmp_path / "again", dp=2)[0] == whole[8:]
+    alone = train(folder, from_8, make_mesh(1), output=tmp_path / "alone")
+    assert all(abs(a - b) < 1e-11 for a, b in zip(alone, whole[8:], strict=True))
+    logs = [(tmp_path / where / "metrics.jsonl").read_text().splitlines() for where in ("whole", "again", "alone")]
+    held = [[json.loads(line)["eval_loss"] for line in log if "eval_loss" in line] for log in logs]
+    assert len(held[0]) == 3 and held[1] == held[0][2:] and abs(held[2][0] - held[0][2]) < 1e-11

@@ -175,6 +175,15 @@ def test_a_stream_that_knows_its_place_is_not_gone_through_again():
     assert fingerprint(micros) == expected and again.asked == 2
 
 
+def test_a_stream_can_be_read_ahead_and_resumed(tmp_path: Path):
+    plain = Stream(Endless(), 2, 1, 0, 1).steps(Position())
+    expected = [fingerprint(next(plain)[0]) for _ in range(5)]
+    ahead = Stream(Endless(), 2, 1, 0, 1, workers=3).steps(Position())
+    steps = [next(ahead) for _ in range(2)]
+    again = Stream(Endless(), 2, 1, 0, 1, workers=3).steps(Position(**json.loads(json.dumps(vars_of(steps[-1][1])))))
+    assert [fingerprint(m) for m, _ in steps] + [fingerprint(next(again)[0]) for _ in range(3)] == expected
+
+
 def vars_of(position: Position) -> dict:
     from dataclasses import asdict
 
@@ -238,6 +247,26 @@ def test_an_evaluation_changes_nothing_of_the_training(run_ranks, tmp_path: Path
     with_it = settings(eval={"dataset": f"{HERE}:pairs", "every": 1, "batches": 2})
     plain = run_ranks(run, 2, folder, settings(), tmp_path / "a")
     assert run_ranks(run, 2, folder, with_it, tmp_path / "b") == plain
+
+
+def told_while_judged(mesh, folder: Path, config: Config, output: Path) -> int:
+    """Questions asked by the time the run is over; the answer to the fourth is yes on one rank."""
+    asked = []
+
+    def stopped() -> bool:
+        asked.append(0)
+        return len(asked) >= 4 and mesh.dp_rank == 1
+
+    train(folder, config, mesh, output=output, stopped=stopped)
+    return len(asked)
+
+
+def test_a_run_that_is_told_to_stop_does_not_finish_its_evaluation(run_ranks, tmp_path: Path):
+    config = settings(eval={"dataset": f"{HERE}:pairs", "every": 1})  # 6 batches of each dp rank
+    folder = make_folder(tmp_path / "model", 1)
+    assert run_ranks(told_while_judged, 1, folder, config, tmp_path / "run", dp=2) == [5, 5]
+    assert "eval_loss" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert [p.name for p in state.complete_steps(tmp_path / "run")] == ["step-1"]
 
 
 def test_an_evaluation_leaves_shards_over_dp_as_they_were(run_ranks, tmp_path: Path):

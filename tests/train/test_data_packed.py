@@ -78,9 +78,14 @@ def run(mesh, folder: Path, config: Config, output: Path) -> list[float]:
     return train(folder, config, mesh, output=output)
 
 
-@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("window", 1), ("gpt2", 2)])
-def test_the_loss_of_packed_documents_is_that_of_each_alone(run_ranks, tmp_path: Path, name: str, tp: int):
+@pytest.mark.parametrize(
+    ("name", "tp", "sliced"), [("llama", 2, False), ("llama", 2, True), ("window", 1, False), ("gpt2", 2, False)]
+)
+def test_the_loss_of_packed_documents_is_that_of_each_alone(
+    run_ranks, tmp_path: Path, name: str, tp: int, sliced: bool
+):
     folder, config = sharded(tmp_path, name, tp), settings(tmp_path, boundaries="attention")
+    config = make_config(config.model_dump(mode="json") | {"parallelism": {"sequence_parallel": sliced}})
     batch = first_batch(folder, config, make_mesh(1))
     assert (batch.documents[:, -1] > 0).any()
     model = MODELS[name]().from_pretrained(tmp_path / "source").eval()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tpconvert.train.data import Data
 from tpconvert.train.model import Model
-from tpconvert.train.ranks import summed_over_dp
+from tpconvert.train.ranks import summed_over_dp, totals
 
 
-def evaluate(model: Model, data: Data) -> float:
-    """The mean loss on the held-out set, in evaluation mode; the same on all ranks."""
+def evaluate(model: Model, data: Data, stopped: Callable[[], bool]) -> float | None:
+    """The mean loss on the held-out set, in evaluation mode; the same on all ranks.
+
+    ``stopped`` is asked before each batch; where it is true on any rank, all give up and return None.
+    """
     assert data.held is not None
     device = model.mesh.device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -18,6 +23,8 @@ def evaluate(model: Model, data: Data) -> float:
     try:
         with torch.no_grad():
             for number, (batch, counts) in enumerate(data.held.batches(data.most)):
+                if any(totals(model.mesh, [int(stopped())])):
+                    return None
                 torch.manual_seed(number)  # for a loss that draws; a step of training seeds anew
                 loss = model.loss(batch.to(device))
                 if counts:

@@ -130,7 +130,7 @@ def run_steps(
             metrics.log(step, loss=loss, lr=rate, grad_norm=norm, epoch=after.epoch, memory_gib=peak(mesh))
         if examples.judged_after(step, training.steps):
             restart_clock = metrics.pause()
-            metrics.evaluated(step, evaluate(model, examples))
+            metrics.evaluated(step, evaluate(model, examples, stopped))
             restart_clock()
         if run.config.checkpoint.every and step % run.config.checkpoint.every == 0:
             restart_clock = metrics.pause()

@@ -95,8 +95,10 @@ class Metrics:
             self._board.flush()
         return measure
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """Write the loss on what was held out."""
+    def evaluated(self, step: int, loss: float | None) -> None:
+        """Write the loss on what was held out; None for an evaluation that was given up."""
+        if loss is None:
+            return
         self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  eval loss {loss:.4f}")
         if self._file is not None:
             print(json.dumps({"step": step, "eval_loss": loss}), file=self._file, flush=True)

@@ -94,7 +94,7 @@ class Stream:
 
     def steps(self, position: Position) -> Steps:
         """All steps from ``position`` on; after its end the dataset begins again."""
-        source = loader(_Kept(self.dataset), self.workers)
+        source = loader(_Kept(self.dataset), min(self.workers, 1))  # two would both go through all of it
         if position.state is not None:
             source.load_state_dict(position.state)
         epoch, used = position.epoch, sum(position.used)
