@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from tpconvert.errors import CheckpointError, PlanError, TPConvertError
+from tpconvert.errors import CheckpointError, ConfigError, PlanError, TPConvertError
 from tpconvert.options import (
     check_plan_options,
     compared,
@@ -300,6 +300,20 @@ def train(folder: str, config: str, nproc_per_node: int | None, more: tuple[str,
             hint=f"Use a multiple of {degree}, or tpconvert reshard.",
         )
     sys.exit(launch([folder, "--config", config, *more], ranks))
+
+
+@main.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option("-o", "--out", default="curves.png", show_default=True, metavar="FILE", type=click.Path(path_type=Path))
+@force_option
+def plot(runs: tuple[Path, ...], out: Path, force: bool) -> None:
+    """Draw the curves of training runs: loss, gradient norm, learning rate, speed."""
+    from tpconvert.train.plot import CURVES
+    from tpconvert.train.plot import plot as draw
+
+    if out.exists() and not force:
+        raise ConfigError(f"{out}: exists already.", hint="Use --force to replace it, or choose another output.")
+    click.echo(f"{out}: {', '.join(CURVES[key] for key in draw(runs, out))}")
 
 
 @main.command()

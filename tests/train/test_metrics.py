@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tpconvert.train.config import Logging
+from tpconvert.train.config import Logging, Profile
+from tpconvert.train.flops import Work
 from tpconvert.train.metrics import Metrics
+from tpconvert.train.profile import Watch
 
 
 def log(metrics: Metrics, step: int, loss: float = 2.5) -> None:
@@ -27,6 +29,52 @@ def test_a_line_says_loss_rate_norm_and_speed(tmp_path: Path, out: io.StringIO):
     assert out.getvalue() == "step 10/60  loss 2.5000  lr 1.00e-03  grad norm 0.500  1,550 tokens/s  1.000 s/step\n"
     entry = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert entry["step"] == 10 and entry["loss"] == 2.5 and entry["tokens_per_second"] == pytest.approx(1550)
+
+
+def test_a_line_says_what_else_a_step_spends_its_time_on(tmp_path: Path, out: io.StringIO):
+    metrics = Metrics(tmp_path, Logging(tensorboard=False), steps=60, active=True, out=out)
+    start = metrics._since
+    metrics._clock = iter([start + 1.0, start + 1.5, start + 2.0]).__next__
+    metrics.work = Work(gpus=4, flops=8 * 10**12, peak=2e12)
+    metrics.watch = Watch(tmp_path, Profile(), None, gpu=False)
+    metrics.watch.share = 0.125
+    with metrics.waiting():
+        pass
+    log(metrics, 10)
+    metrics.close()
+    assert out.getvalue().endswith("  50 tokens/s  2.000 s/step (communication 12%, data 25%)  1 TFLOP/s  MFU 50.0%\n")
+    entry = json.loads((tmp_path / "metrics.jsonl").read_text())
+    wanted = {"data": 0.5, "communication": 0.25, "compute": 1.25, "step": 2.0}
+    assert {name: entry[f"{name}_seconds"] for name in wanted} == pytest.approx(wanted)
+    rates = {"tokens_per_second_per_gpu": 12.5, "tflops_per_gpu": 1.0, "mfu": 0.5}
+    assert {name: entry[name] for name in rates} == pytest.approx(rates)
+
+
+def test_what_is_not_known_is_not_written(tmp_path: Path, out: io.StringIO):
+    metrics = Metrics(tmp_path, Logging(tensorboard=False), steps=60, active=True, out=out)
+    log(metrics, 10)
+    metrics.close()
+    entry = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert not {"mfu", "tflops_per_gpu", "communication_seconds"} & entry.keys()
+    assert not any(word in out.getvalue() for word in ("MFU", "TFLOP", "communication"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_gets_a_bar_below_the_lines_and_a_file_lines_alone(tmp_path: Path, monkeypatch, terminal: bool):
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal() if terminal else io.StringIO()
+    metrics = Metrics(tmp_path, Logging(tensorboard=False, jsonl=False), steps=60, active=True, out=out, resumed=9)
+    log(metrics, 10)
+    metrics.say("saved [step-10]")
+    metrics.close()
+    assert "step 10/60  loss 2.5000" in out.getvalue() and "saved [step-10]" in out.getvalue()
+    assert (out.getvalue().count("10/60") > 1) == terminal
+    assert ("\x1b[" in out.getvalue()) == terminal
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, out: io.StringIO):

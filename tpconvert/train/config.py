@@ -118,6 +118,18 @@ class Logging(Section):
     every: int = Field(10, ge=1)
     jsonl: bool = True
     tensorboard: bool = True
+    split_every: int | None = Field(100, ge=1)
+    """Profile each Nth step in short, for the share of communication in the lines that follow; null for never."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """What one GPU could, for MFU. Default: what its name says for dense products in 16 bits."""
+
+
+class Profile(Section):
+    """Steps to profile in full, once a run: a trace for Perfetto and a table of where time goes, in OUTPUT/profile."""
+
+    start: int | None = Field(None, ge=1)
+    """The first of them; by default none is."""
+    steps: int = Field(3, ge=1)
 
 
 class Config(Section):
@@ -128,6 +140,7 @@ class Config(Section):
     data: Data
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
+    profile: Profile = Profile()
 
     def to_yaml(self) -> str:
         """The whole configuration with every default written out."""

@@ -23,6 +23,7 @@ from tpconvert.train import data, state
 from tpconvert.train.config import Config
 from tpconvert.train.data import Micro
 from tpconvert.train.evaluate import evaluate
+from tpconvert.train.flops import Work, device_peak, model_flops
 from tpconvert.train.fp8 import check_fp8, use_fp8
 from tpconvert.train.memory import out_of_memory, peak
 from tpconvert.train.metrics import Metrics
@@ -40,6 +41,7 @@ from tpconvert.train.model import (
 )
 from tpconvert.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from tpconvert.train.own import function_of
+from tpconvert.train.profile import Watch
 from tpconvert.train.ranks import gathered, same_buffers, sum_gradients, summed_over_dp, together, totals
 from tpconvert.train.scaling import Scale, first_scale
 from tpconvert.train.shards import share_out
@@ -84,6 +86,9 @@ def train(
     )
     for note in (*examples.notes, *([told_of_packing(model)] if examples.packed else [])):
         metrics.say(note)
+    if run.first:
+        metrics.watch = Watch(run.output, config.profile, config.logging.split_every, gpu=mesh.device.type == "cuda")
+        metrics.work = work_of(run, examples.train.step_size, trust_remote_code)
     try:
         return run_steps(run, model, optimizer, examples, metrics, progress, stopped)
     except torch.OutOfMemoryError as error:
@@ -107,7 +112,8 @@ def run_steps(
     upcoming = examples.train.steps(progress.position)
 
     while progress.step < training.steps:
-        micros, after = next(upcoming)
+        with metrics.waiting():
+            micros, after = next(upcoming)
         labels, stop, writing = totals(mesh, [model.count(micros), int(stopped()), int(saves.writing)])
         if not writing:
             saves.finish()
@@ -119,7 +125,8 @@ def run_steps(
             data.check_fingerprints(gathered(mesh, data.fingerprint(micros)), mesh.degree)
         rate = learning_rate(step, training)
         set_learning_rate(optimizer, rate)
-        loss, norm, scale = take_step(run, model, optimizer, micros, max(labels // mesh.degree, 1), progress)
+        with metrics.stepping(step):
+            loss, norm, scale = take_step(run, model, optimizer, micros, max(labels // mesh.degree, 1), progress)
         if not math.isfinite(norm):
             metrics.say(f"step {step}: gradients overflow fp16, so no weight is changed; loss scale {scale.value:g}")
         progress = Progress(step, after, scale=scale)
@@ -139,6 +146,17 @@ def run_steps(
     if progress.step > first:
         saves.end(progress)
     return losses
+
+
+def work_of(run: Run, sequences: int, trust_remote_code: bool) -> Work:
+    """What a step asks of each GPU; counted only where it can be compared with what the GPU could do."""
+    config, mesh = run.config, run.mesh
+    gpus = mesh.degree * mesh.dp_degree
+    peak = device_peak(mesh.device, config.logging.peak_tflops, config.training.precision)
+    if mesh.device.type != "cuda" and not peak:
+        return Work(gpus)
+    source = open_module(run.base, run.plan, trust_remote_code=trust_remote_code)
+    return Work(gpus, model_flops(source, sequences, config.training.seq_len), peak)
 
 
 def take_step(

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from tpconvert.train.config import Logging
+from tpconvert.train.flops import Work
+from tpconvert.train.profile import Watch
+
+LEAST = 0.005
+"""Of a step: a smaller share of its time is not worth a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,24 @@ class Measure:
     epoch: int
     memory_gib: float
     """Peak of this rank's GPU; 0 on a CPU."""
+    data_seconds: float = 0.0
+    """Of ``step_seconds``, those in which the step waited for its batch."""
+    communication_seconds: float | None = None
+    """Those in which nothing was computed while something was sent, by the share last measured; None before."""
+    tokens_per_second_per_gpu: float = 0.0
+    tflops_per_gpu: float | None = None
+    """Of the model's products; None where they are not known."""
+    mfu: float | None = None
+    """The same as a share of what the GPU could."""
+
+    @property
+    def compute_seconds(self) -> float:
+        """What remains of ``step_seconds``."""
+        return max(self.step_seconds - self.data_seconds - (self.communication_seconds or 0.0), 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every number, those that are not known left out."""
+        return {k: v for k, v in (asdict(self) | {"compute_seconds": self.compute_seconds}).items() if v is not None}
 
     def line(self, steps: int) -> str:
         """The console line.
@@ -35,11 +59,21 @@ class Measure:
         """
         width = len(str(steps))
         memory = f"  {self.memory_gib:.1f} GiB" if self.memory_gib else ""
+        rate = f"  {self.tflops_per_gpu:.4g} TFLOP/s" if self.tflops_per_gpu is not None else ""
+        mfu = f"  MFU {self.mfu:.1%}" if self.mfu is not None else ""
         return (
             f"step {self.step:>{width}}/{steps}  loss {self.loss:.4f}  lr {self.lr:.2e}  "
             f"grad norm {self.grad_norm:.3f}  {self.tokens_per_second:,.0f} tokens/s  "
-            f"{self.step_seconds:.3f} s/step{memory}"
+            f"{self.step_seconds:.3f} s/step{self._split()}{rate}{mfu}{memory}"
         )
+
+    def _split(self) -> str:
+        """What else than computing a step spends its time on, where that is seen."""
+        parts = (("communication", self.communication_seconds), ("data", self.data_seconds))
+        told = [
+            f"{name} {part / self.step_seconds:.0%}" for name, part in parts if (part or 0) >= LEAST * self.step_seconds
+        ]
+        return f" ({', '.join(told)})" if told else ""
 
 
 class Metrics:
@@ -52,9 +86,15 @@ class Metrics:
         self._file: TextIO | None = None
         self._board: Any = None
         self._clock: Callable[[], float] = time.perf_counter
-        self._since, self._tokens, self._count = self._clock(), 0, 0
+        self._since, self._tokens, self._count, self._waited = self._clock(), 0, 0, 0.0
+        self._done = resumed
+        self.work = Work()
+        self.watch: Watch | None = None
+        self._bar: Bar | None = None
         if not active:
             return
+        if self._out.isatty():
+            self._bar = Bar(self._out, steps, resumed)
         folder.mkdir(parents=True, exist_ok=True)
         if logging.jsonl:
             path = folder / "metrics.jsonl"
@@ -67,29 +107,81 @@ class Metrics:
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""
-        if self._active:
+        if self._bar is not None:
+            self._bar.say(text)
+        elif self._active:
             print(text, file=self._out, flush=True)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what a step waits for before it can begin."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._waited += self._clock() - start
+
+    @contextmanager
+    def stepping(self, step: int) -> Iterator[None]:
+        """Around a step, which may be profiled."""
+        if self.watch is None:
+            yield
+            return
+        resume = self.pause()
+        self.watch.begin(step)
+        resume()
+        try:
+            yield
+        finally:
+            resume = self.pause()
+            told = self.watch.end(step)
+            resume()
+        if told:
+            self.say(told)
 
     def count(self, tokens: int) -> None:
         """Note a finished step of ``tokens`` over all ranks."""
         self._tokens += tokens
         self._count += 1
+        self._done += 1
+        if self._bar is not None:
+            self._bar.advance()
 
     def log(
-        self, step: int, *, loss: float, lr: float, grad_norm: float, epoch: int, memory_gib: float = 0.0
+        self,
+        step: int,
+        *,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        epoch: int,
+        memory_gib: float = 0.0,
     ) -> Measure:
         """Write one line everywhere and begin to count anew."""
         now = self._clock()
         seconds = max(now - self._since, 1e-9)
+        each, sending = seconds / max(self._count, 1), self.watch.share if self.watch is not None else None
         measure = Measure(
-            step, loss, lr, grad_norm, seconds / max(self._count, 1), self._tokens / seconds, epoch, memory_gib
+            step,
+            loss,
+            lr,
+            grad_norm,
+            each,
+            self._tokens / seconds,
+            epoch,
+            memory_gib,
+            data_seconds=min(self._waited, seconds) / max(self._count, 1),
+            communication_seconds=None if sending is None else sending * each,
+            tokens_per_second_per_gpu=self._tokens / seconds / self.work.gpus,
+            tflops_per_gpu=self.work.rate(each),
+            mfu=self.work.share(each),
         )
-        self._since, self._tokens, self._count = now, 0, 0
+        self._since, self._tokens, self._count, self._waited = now, 0, 0, 0.0
         self.say(measure.line(self._steps))
         if self._file is not None:
-            print(json.dumps(asdict(measure)), file=self._file, flush=True)
+            print(json.dumps(measure.to_json()), file=self._file, flush=True)
         if self._board is not None:
-            for name, value in asdict(measure).items():
+            for name, value in measure.to_json().items():
                 if name != "step":
                     self._board.add_scalar(name, value, step)
             self._board.flush()
@@ -116,10 +208,39 @@ class Metrics:
 
     def close(self) -> None:
         """Close the files."""
+        if self.watch is not None and (told := self.watch.close(self._done)):
+            self.say(told)
+        if self._bar is not None:
+            self._bar.close()
         if self._file is not None:
             self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+class Bar:
+    """A progress bar below the lines, on a terminal."""
+
+    def __init__(self, out: TextIO, steps: int, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+        columns = ("training", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(file=out), transient=True)
+        self._task = self._bar.add_task("training", total=steps, completed=done)
+        self._bar.start()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def advance(self) -> None:
+        """One step more is done."""
+        self._bar.advance(self._task)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
 
 
 def _forget_after(path: Path, step: int) -> None:
