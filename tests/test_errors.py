@@ -216,7 +216,7 @@ def test_a_flipped_byte_is_found(copy):
     path.write_bytes(data)
     result = CliRunner().invoke(main, ["inspect", str(copy), "--check"])
     assert result.exit_code == 2
-    assert "rank-00001-of-00002/model.safetensors: its sha256 is not the one written" in result.stderr
+    assert "rank-00001-of-00002/model.safetensors: its blake3 is not the one written" in result.stderr
     assert result.stderr.count("\n") == 1
 
 
@@ -234,7 +234,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(sharded, tmp_path, monkeypat
     def refuse(self, value):
         raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
 
-    monkeypatch.setattr(tensorfile.TensorFileWriter, "put", refuse)
+    monkeypatch.setattr(tensorfile.TensorFileWriter, "_write", refuse)
     assert "the disk is full" in fails("merge", sharded, "-o", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
