@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -14,6 +15,8 @@ from tpconvert.source.inputs import Search
 
 ARGUMENTS, FORMS = 16, 3
 """How many more arguments are tried, and forms of each."""
+LONG = 3.0
+"""Seconds of computing after which no more are tried."""
 _OF_NO_USE = re.compile(
     r"label|cache|past_key|encoder_outputs|hidden_states|(start|end)_positions|^return_|^output_|_targets?$"
     r"|inputs_embeds|position_ids|^(decoder_|cross_)?attention_mask$|head_mask"
@@ -44,10 +47,11 @@ def _folded(name: str) -> str:
 
 def enriched(module: nn.Module, search: Search, inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs with those optional ones that let the output depend on more parameters."""
+    end = time.process_time() + LONG
     missing = _count(module, inputs)
     more = [n for n in search.arguments if n not in inputs and not _OF_NO_USE.search(n)]
     for name in more[:ARGUMENTS]:
-        if not missing:
+        if not missing or time.process_time() > end:
             break
         for given in islice(_with(search, name, inputs), FORMS):
             settled = search.settled(module, given, list(search.arguments))

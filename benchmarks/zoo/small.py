@@ -136,7 +136,7 @@ def _keep_features(config: Any, layers: int, few: int) -> None:
         return
     config.stage_names = stages[: few + 1]
     if given:
-        config._out_indices = _last([i % len(stages) for i in given], layers, few)
+        config._out_indices = _last([i % len(stages) for i in given], 0, few + 1)  # the stem is the first stage
         config._out_features = [config.stage_names[i] for i in config._out_indices]
 
 

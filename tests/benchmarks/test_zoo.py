@@ -12,6 +12,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     Qwen2VLConfig,
+    VitPoseConfig,
 )
 
 from benchmarks.zoo.build import _own
@@ -31,6 +32,11 @@ def test_a_backbone_with_fewer_layers_gives_out_as_many_features():
     assert backbone.num_hidden_layers == 4
     assert backbone.out_indices == [1, 2, 3, 4]
     assert backbone.out_features == ["stage1", "stage2", "stage3", "stage4"]
+
+
+def test_the_last_layer_is_used_where_a_backbone_gives_out_one():
+    backbone = small(VitPoseConfig(), ATTEMPTS[0]).backbone_config
+    assert (backbone.num_hidden_layers, backbone.out_indices) == (2, [2])
 
 
 def test_a_missing_number_is_taken_from_the_message():

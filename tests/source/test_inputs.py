@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from tpconvert.errors import SourceError
 from tpconvert.source import open_source
 from tpconvert.source.documented import arguments, example, size_of
-from tpconvert.source.inputs import example_inputs
+from tpconvert.source.inputs import Search, example_inputs
 from tpconvert.source.media import images
 from tpconvert.source.resize import resized
 
@@ -140,6 +140,23 @@ def test_a_docstring_gives_types_and_shapes():
 )
 def test_a_dim_is_a_formula_of_the_numbers_of_the_config(dim, size):
     assert size_of(dim, Config()) == size
+
+
+class Asked(nn.Module):
+    def forward(self, pixel_values, places):
+        """Looks."""
+
+    def get_image_features(self, *, pixel_values, places):
+        """
+        places (`torch.LongTensor` of shape `(num_images, patch_height)`):
+            Where.
+        """
+
+
+def test_what_a_tower_says_of_an_argument_is_known_of_the_forward_too():
+    search = Search(Asked(), Config())
+    assert search.arguments["places"].dims == ("num_images", "patch_height")
+    assert next(search.forms("places", {}))["places"].shape == (2, 4)
 
 
 def test_what_a_forward_asks_for_is_given():

@@ -51,9 +51,12 @@ class Argument:
     required: bool = False
 
 
-def arguments(forward: Any) -> dict[str, Argument]:
-    """The arguments of a forward, each with what its docstring says of it."""
-    found = {m.group(1): (m.group(2), m.group(3)) for m in _ARGUMENT.finditer(forward.__doc__ or "")}
+def arguments(forward: Any, *others: Any) -> dict[str, Argument]:
+    """The arguments of a forward, each with what its docstring says of it, or else those of ``others``."""
+    found: dict[str, tuple[str, str]] = {}
+    for method in (forward, *others):
+        for m in _ARGUMENT.finditer(method.__doc__ or ""):
+            found.setdefault(m.group(1), (m.group(2), m.group(3)))
     out = {}
     for name, p in inspect.signature(forward).parameters.items():
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):

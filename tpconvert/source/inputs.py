@@ -37,7 +37,7 @@ from tpconvert.source.documented import (
 )
 from tpconvert.source.media import SOUNDS, VIDEOS, images, sounds
 from tpconvert.source.resize import resized
-from tpconvert.source.towers import Tower, marked, towers_of, with_towers
+from tpconvert.source.towers import Tower, askers, marked, towers_of, with_towers
 
 __all__ = ["BATCH", "LENGTH", "OTHER_LENGTH", "example_inputs"]
 
@@ -73,7 +73,7 @@ class Search:
 
     def __init__(self, module: nn.Module, config: Any) -> None:
         self.module, self.config = module, config
-        self.arguments = arguments(module.forward)
+        self.arguments = arguments(module.forward, *askers(module))
         self.names = set(self.arguments)
         main = getattr(module, "main_input_name", "input_ids")
         self.main = [main] if isinstance(main, str) else list(main)

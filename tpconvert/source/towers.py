@@ -68,6 +68,12 @@ def towers_of(
     return [t for kind in KINDS if (t := _tower(module, config, kind, names, forms, settled)) is not None]
 
 
+def askers(module: nn.Module) -> list[Any]:
+    """The methods by which towers are asked; their docstrings may say what the forward's does not."""
+    methods = (f"get_{kind}_features" for kind in KINDS)
+    return [getattr(part, method) for method in methods if (part := _asked(module, method)) is not None]
+
+
 class _Features(nn.Module):
     """A tower as a module of its own; remembers how many features its last call gave."""
 
