@@ -126,13 +126,23 @@ def run_quietly(mesh, folder: Path, config: Config, output: Path) -> list[float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
-def test_compiled_layers_change_nothing(run_ranks, tmp_path: Path, activation_checkpointing: str):
+@pytest.mark.parametrize(
+    ("dp", "parallelism"),
+    [
+        (1, {}),
+        (1, {"activation_checkpointing": "full"}),
+        (1, {"activation_checkpointing": "selective"}),
+        (2, {"data_parallel": "fsdp"}),
+        (2, {"data_parallel": "fsdp", "activation_checkpointing": "selective", "reshard_after_forward": False}),
+    ],
+    ids=str,
+)
+def test_compiled_layers_change_nothing(run_ranks, tmp_path: Path, dp: int, parallelism: dict):
     config = settings(tmp_path, steps=4)
     folder = make_folder(tmp_path / "model", 2)
-    plain = run_ranks(run, 2, folder, config, tmp_path / "a")
-    parallelism = {"compile": True, "activation_checkpointing": activation_checkpointing}
-    other = run_ranks(run_quietly, 2, folder, changed(config, parallelism=parallelism), tmp_path / "b", timeout=250)
+    plain = run_ranks(run, 2, folder, config, tmp_path / "a", dp=dp)
+    config = changed(config, parallelism={"compile": True, **parallelism})
+    other = run_ranks(run_quietly, 2, folder, config, tmp_path / "b", dp=dp, timeout=500)
     assert worst(plain[0], other[0]) < 1e-9
 
 

@@ -41,7 +41,7 @@ def test_a_run_that_is_stopped_and_resumed_is_bit_identical(run_ranks, tmp_path:
     config = settings(tmp_path, steps=9, precision="fp32")  # 250 sequences of 4 a step: within an epoch
     config = changed(config, training={"micro_batch_size": 1})
     folder = make_folder(tmp_path / "model", tp, function)
-    whole = run_ranks(run, tp, folder, config, tmp_path / "whole", dp=dp)
+    whole = run_ranks(run, tp, folder, config, tmp_path / "whole", dp=dp, timeout=180)  # imports all at first
     first = run_ranks(stop_after, tp, folder, config, tmp_path / "parts", 4, dp=dp)
     assert [p.name for p in state.complete_steps(tmp_path / "parts")] == ["step-4"]
     second = run_ranks(run, tp, folder, resuming(config), tmp_path / "parts", dp=dp)
