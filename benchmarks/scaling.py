@@ -179,7 +179,9 @@ class Run:
             name = f"{part}: {case.size}: {case.name}{', network' if case.network else ''}"
             self.parts[name] = part
             given = (case, plan, mine, self.work / f"{number}.store", self.options.toy)
-            waves[-1].append(Job(name, step.run_case, given, case.ranks, mine, 170))
+            waves[-1].append(
+                Job(name, step.run_case, given, case.ranks, mine, 45 if dict(case.options).get("cudagraphs") else 170)
+            )
         return waves
 
     def load(self) -> None:

@@ -33,6 +33,7 @@ def network(gpus: int, more: tuple[tuple[tuple[str, object], ...], ...] = ()) ->
                 replace(base, way="fsdp", compiled=True),
                 replace(ours, compiled=True, sequence_parallel=True, options=ASYNC),
             ]
+    found += [Case("megatron", tp=2, network=True, compiled=True)]
     eight = Case("whole", compiled=True, optimizer=True)
     found += [eight] + [replace(eight, way="converted", tp=tp, network=True) for tp in (2, 4, 8) if tp <= gpus]
     return found

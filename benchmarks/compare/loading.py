@@ -16,6 +16,8 @@ import torch.distributed as dist
 from benchmarks.compare.case import Case
 from benchmarks.compare.processes import Turn
 from benchmarks.compare.step import group, meet, place
+from tpconvert import load, make_mesh
+from tpconvert.checkpoint import load_rank
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,8 +123,6 @@ def loaded(
 
 
 def _ours(work: Path, rank: int, device: torch.device, ranks: int) -> list[torch.Tensor]:
-    from tpconvert import load, make_mesh
-
     return list(load(work / "tp2", make_mesh(ranks, device=device)).parameters())
 
 
@@ -145,8 +145,6 @@ def _from_pretrained(work: Path, rank: int, device: torch.device, ranks: int) ->
 
 
 def _load_rank(work: Path, rank: int, device: torch.device, ranks: int) -> list[torch.Tensor]:
-    from tpconvert.checkpoint import load_rank
-
     return list(load_rank(work / "tp2", 0, device=device).values())
 
 

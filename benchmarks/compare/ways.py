@@ -19,7 +19,7 @@ from tpconvert.parallel.convert import output_gathers, part
 from tpconvert.spec.plan import Plan
 from tpconvert.train.model import logits_of
 
-OWN = ("compile_loss", "inductor", "plain")
+OWN = ("inductor", "plain", "cudagraphs")
 """Options of a case that are not for ``parallelize``."""
 
 
@@ -60,9 +60,10 @@ def whole(
     """The model as it is, on one device."""
     fill(module, device, lambda name, value: value)
     compile_layers(case, module)
+    lossy = whole_loss(case)
 
     def loss() -> Tensor:
-        return models.whole_loss(logits_of(module(**inputs)), labels)
+        return lossy(logits_of(module(**inputs)), labels)
 
     def norm() -> float:
         return float(torch.nn.utils.get_total_norm([p.grad.float() for p in module.parameters() if p.grad is not None]))
@@ -89,11 +90,14 @@ def converted(
         enable_symm_mem_for_group(mesh.group.group_name)
     fill(module, device, lambda name, value: part(value, layouts[name], mesh), shapes)
     compile_ours(case, module)
-    lossy = torch.compile(cross_entropy) if case.compiled and not own.get("plain") else cross_entropy
+    lossy = torch.compile(cross_entropy) if case.compiled else cross_entropy
+    fallback = whole_loss(case)
 
     def loss() -> Tensor:
+        if own.get("cudagraphs"):
+            torch.compiler.cudagraph_mark_step_begin()
         logits = logits_of(module(**inputs))
-        return lossy(logits, labels, mesh, gathers[0].blocks) if gathers else models.whole_loss(logits, labels)
+        return lossy(logits, labels, mesh, gathers[0].blocks) if gathers else fallback(logits, labels)
 
     return Step(module, loss, lambda: float(grad_norm(module, mesh, made)))
 
@@ -176,11 +180,12 @@ def filled(
 
     fill(module, device, own, {name: p.shape for name, p in old.items()})
     compile_layers(case, module)
+    lossy = whole_loss(case)
 
     def loss() -> Tensor:
         logits = logits_of(module(**inputs))
         if not parallel_loss:
-            return models.whole_loss(logits, labels)
+            return lossy(logits, labels)
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
     def norm() -> float:
@@ -235,6 +240,11 @@ def fill(
     module.train()
 
 
+def whole_loss(case: Case) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of whole logits, compiled where the layers are."""
+    return torch.compile(models.whole_loss) if case.compiled else models.whole_loss
+
+
 def compile_ours(case: Case, module: nn.Module) -> None:
     """Compile a converted model as the runner does; ``plain`` and other settings of inductor as torch does."""
     apart = find_spec("tpconvert.parallel.compiled") is None or not torch.cuda.is_available()
@@ -243,7 +253,8 @@ def compile_ours(case: Case, module: nn.Module) -> None:
         return
     from tpconvert.parallel.compiled import compile_layers as compile_converted
 
-    compile_converted(module)
+    graphs = bool(dict(case.options).get("cudagraphs"))
+    compile_converted(module, **({"triton.cudagraphs": True} if graphs else {}))
 
 
 def compile_layers(case: Case, module: nn.Module) -> None:
