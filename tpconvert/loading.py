@@ -10,7 +10,7 @@ from torch import nn
 from tpconvert.checkpoint import load_rank, read_manifest, read_plan
 from tpconvert.errors import CheckpointError
 from tpconvert.parallel.convert import load_local, parallelize
-from tpconvert.source import open_source
+from tpconvert.source import open_skeleton
 
 
 def load(
@@ -40,7 +40,7 @@ def load(
         stored = (folder / "config.json").is_file()
         name = str(folder) if stored else str(plan.source.get("name", ""))
         task = plan.source.get("task") if stored else None
-        module = open_source(name, task=task, trust_remote_code=trust_remote_code and stored).module
+        module = open_skeleton(name, task=task, trust_remote_code=trust_remote_code and stored)
     parallelize(module, plan, mesh, gather_output=gather_output, sequence_parallel=sequence_parallel)
-    load_local(module, load_rank(folder, mesh.rank))
+    load_local(module, load_rank(folder, mesh.rank, device=mesh.device))
     return module.to(mesh.device).eval()

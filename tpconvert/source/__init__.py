@@ -7,14 +7,15 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import nn
 
 from tpconvert.errors import SourceError
 from tpconvert.source.callables import is_callable_name, open_callable
-from tpconvert.source.huggingface import open_huggingface
+from tpconvert.source.huggingface import open_huggingface, skeleton
 from tpconvert.source.shrink import twin
 from tpconvert.source.source import Source
 
-__all__ = ["Source", "open_source", "twin"]
+__all__ = ["Source", "open_skeleton", "open_source", "twin"]
 
 
 def open_source(
@@ -38,6 +39,13 @@ def open_source(
     versions = {"torch": torch.__version__, "tpconvert": version("tpconvert")}
     description = {"name": name, "inputs": _shapes(source.inputs)} | versions | source.description
     return replace(source, description=description)
+
+
+def open_skeleton(name: str, *, task: str | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """The module alone, parameters on meta: what a converted one is made of where the plan is known already."""
+    if is_callable_name(name):
+        return open_source(name).module
+    return skeleton(name, task=task, trust_remote_code=trust_remote_code)
 
 
 def _shapes(inputs: Any) -> Any:

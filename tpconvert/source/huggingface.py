@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shutil import copytree, ignore_patterns
@@ -38,14 +39,9 @@ def open_huggingface(
     """The source for a hub id or a folder with a ``config.json``; reads no weights."""
     import transformers
 
-    chosen = auto_class(task) if task else None
-    home = find_home(name, revision)
+    opened = _open(name, task, trust_remote_code, revision)
+    home, config, make, module = opened.home, opened.config, opened.make, opened.module
     with quiet():
-        config = _config(home, trust_remote_code)
-        kind = chosen or _own_class(home, config, trust_remote_code)
-        make = partial(_from_config, kind, trust=trust_remote_code and bool(_remote(home)))
-        with frugal():
-            module = parameters_to_meta(_built(home, make, config)).eval()
         inputs = example_inputs(module, config)
     description = {
         "class": type(module).__name__,
@@ -57,7 +53,7 @@ def open_huggingface(
         name=name,
         module=module,
         inputs=inputs,
-        build=partial(_real, home, kind, make, config, trust_remote_code),
+        build=partial(_real, home, opened.kind, make, config, trust_remote_code),
         weights=partial(_weights, home, module, make, config),
         initial=partial(_initial, home, module, make, config),
         description={k: v for k, v in description.items() if v},
@@ -66,6 +62,37 @@ def open_huggingface(
         make=make,
         notes=() if home.has_weights else (f"{name} holds no weights; seeded random ones are used.",),
     )
+
+
+def skeleton(name: str, *, task: str | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """The module of such a source, without the search for example inputs, which runs its forward."""
+    return _open(name, task, trust_remote_code, None).module
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A configuration and the module made of it."""
+
+    home: Home
+    config: Any
+    kind: Any
+    """The class."""
+    make: Callable[..., Any]
+    """Another module of random weights from a configuration."""
+    module: nn.Module
+    """Parameters on meta."""
+
+
+def _open(name: str, task: str | None, trust: bool, revision: str | None) -> _Opened:
+    chosen = auto_class(task) if task else None
+    home = find_home(name, revision)
+    with quiet():
+        config = _config(home, trust)
+        kind = chosen or _own_class(home, config, trust)
+        make = partial(_from_config, kind, trust=trust and bool(_remote(home)))
+        with frugal():
+            module = parameters_to_meta(_built(home, make, config)).eval()
+    return _Opened(home, config, kind, make, module)
 
 
 @contextmanager
