@@ -68,7 +68,12 @@ def test_a_step_goes_on_at_another_tp_and_dp(run_ranks, tmp_path: Path):
     reshard(step, tmp_path / "resharded", tp=3)
     through = run_ranks(run, 3, tmp_path / "resharded", resuming(config), tmp_path / "through")
     on_dp = run_ranks(run, 1, make_folder(tmp_path / "model1", 1), resuming(config, str(step)), tmp_path / "dp", dp=2)
-    for losses in (direct, through, on_dp):
+    shared = changed(resuming(config, str(step)), parallelism={"data_parallel": "fsdp"})
+    shared = changed(shared, checkpoint={"every": 2})
+    on_fsdp = run_ranks(run, 2, tmp_path / "model", shared, tmp_path / "fsdp", dp=2)
+    after = run_ranks(run, 2, tmp_path / "model", resuming(config, str(tmp_path / "fsdp/step-6")), tmp_path / "after")
+    assert worst(after[0], whole[0][6:]) < 1e-11
+    for losses in (direct, through, on_dp, on_fsdp):
         assert worst(losses[0], whole[0][4:]) < 1e-11
 
 
