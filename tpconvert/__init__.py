@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "clip_grad_norm_": "tpconvert.parallel.clip",
+    "compile_layers": "tpconvert.parallel.compiled",
     "cross_entropy": "tpconvert.parallel.loss",
     "inspect": "tpconvert.checkpoint",
     "load": "tpconvert.loading",

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from tpconvert.errors import PlanError
 from tpconvert.parallel.collectives import (
     Parts,
-    all_gather,
     copy,
     copy_own,
     copy_span,
@@ -25,12 +24,13 @@ from tpconvert.parallel.collectives import (
     single,
 )
 from tpconvert.parallel.mesh import Mesh
+from tpconvert.parallel.products import gathered_from
 from tpconvert.parallel.reads import become
 from tpconvert.parallel.slots import Slot, input_slots, output_slots, replaced_input, replaced_output
 from tpconvert.spec.plan import Boundary
 
 SLICES: dict[str, Callable[[Tensor, Any, Mesh], Tensor]] = {
-    "all_gather": all_gather,
+    "all_gather": gathered_from,
     "reduce_scatter": reduce_scatter,
     "gather": gather_slices,
     "scatter": scatter_slices,

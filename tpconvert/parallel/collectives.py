@@ -83,30 +83,30 @@ def copy(x: Tensor, mesh: Mesh) -> Tensor:
 
     The result is a view of ``x``, so autograd refuses to write into it: whoever else holds ``x`` would be changed too.
     """
-    return _Collective.apply(x, _view, summed, (mesh,)) if _differentiates(x, mesh) else x
+    return _collective(x, _view, summed, (mesh,)) if _differentiates(x, mesh) else x
 
 
 def copy_own(x: Tensor, mesh: Mesh) -> Tensor:
     """copy of a value that nobody else holds, so it may be written into: identity forward, sum backward."""
-    return _Collective.apply(x, _own, summed, (mesh,)) if _differentiates(x, mesh) else x
+    return _collective(x, _own, summed, (mesh,)) if _differentiates(x, mesh) else x
 
 
 def copy_span(x: Tensor, dim: int, span: Piece, mesh: Mesh) -> Tensor:
     """copy of a range of ``dim``: identity forward; backward sums that range and leaves the rest alone."""
     rows = ((tuple(range(mesh.degree)), (span,)),)
-    return _Collective.apply(x, _view, _sum_rows, (dim, rows, mesh)) if _differentiates(x, mesh) else x
+    return _collective(x, _view, _sum_rows, (dim, rows, mesh)) if _differentiates(x, mesh) else x
 
 
 def copy_shared(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     """copy of a cut tensor: identity forward; backward sums each run of rows over the ranks that hold it."""
     if not parts.shared or not _differentiates(x, mesh):
         return x
-    return _Collective.apply(x, _view, _sum_rows, (parts.dim, parts.shared, mesh))
+    return _collective(x, _view, _sum_rows, (parts.dim, parts.shared, mesh))
 
 
 def reduce(x: Tensor, mesh: Mesh) -> Tensor:
     """reduce: sum forward, identity backward."""
-    return x if mesh.degree == 1 or mesh.dry else _Collective.apply(x, summed, _same, (mesh,))
+    return x if mesh.degree == 1 or mesh.dry else _collective(x, summed, _same, (mesh,))
 
 
 def gather(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
@@ -114,9 +114,9 @@ def gather(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     if mesh.degree == 1:
         return x
     if x.shape[parts.dim] == parts.sizes[mesh.rank]:
-        return _Collective.apply(x, joined, _dealt, (parts, mesh))
+        return _collective(x, joined, _dealt, (parts, mesh))
     dim, folded, inner = _folded(x, parts, parts.sizes[mesh.rank])
-    return _Collective.apply(folded, joined, _dealt, (inner, mesh)).flatten(dim, dim + 1)
+    return _collective(folded, joined, _dealt, (inner, mesh)).flatten(dim, dim + 1)
 
 
 def scatter(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
@@ -124,34 +124,34 @@ def scatter(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     if mesh.degree == 1:
         return x
     if x.shape[parts.dim] == parts.size:
-        return _Collective.apply(x, _dealt, joined, (parts, mesh))
+        return _collective(x, _dealt, joined, (parts, mesh))
     dim, folded, inner = _folded(x, parts, parts.size)
-    return _Collective.apply(folded, _dealt, joined, (inner, mesh)).flatten(dim, dim + 1)
+    return _collective(folded, _dealt, joined, (inner, mesh)).flatten(dim, dim + 1)
 
 
 def single(x: Tensor, mesh: Mesh) -> Tensor:
     """single: identity forward; backward the gradient counts on rank 0 alone, being the same on all."""
-    return _Collective.apply(x, _view, _first, (mesh,)) if _differentiates(x, mesh) else x
+    return _collective(x, _view, _first, (mesh,)) if _differentiates(x, mesh) else x
 
 
 def all_gather(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """all_gather: slices joined along ``dim`` forward; sum backward, of which this rank takes its slice."""
-    return x if mesh.degree == 1 else _Collective.apply(x, joined_slices, summed_slice, (dim, mesh))
+    return x if mesh.degree == 1 else _collective(x, joined_slices, summed_slice, (dim, mesh))
 
 
 def reduce_scatter(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """reduce_scatter: sum forward, of which this rank takes its slice; slices joined backward."""
-    return x if mesh.degree == 1 else _Collective.apply(x, summed_slice, joined_slices, (dim, mesh))
+    return x if mesh.degree == 1 else _collective(x, summed_slice, joined_slices, (dim, mesh))
 
 
 def gather_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """gather of slices: joined along ``dim`` forward, this rank's slice backward."""
-    return x if mesh.degree == 1 else _Collective.apply(x, joined_slices, own_slice, (dim, mesh))
+    return x if mesh.degree == 1 else _collective(x, joined_slices, own_slice, (dim, mesh))
 
 
 def scatter_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """scatter into slices: this rank's slice along ``dim`` forward, slices joined backward."""
-    return x if mesh.degree == 1 else _Collective.apply(x, own_slice, joined_slices, (dim, mesh))
+    return x if mesh.degree == 1 else _collective(x, own_slice, joined_slices, (dim, mesh))
 
 
 def _folded(x: Tensor, parts: Parts, period: int) -> tuple[int, Tensor, Parts]:
@@ -166,11 +166,38 @@ def _folded(x: Tensor, parts: Parts, period: int) -> tuple[int, Tensor, Parts]:
 
 def once(x: Tensor, mesh: Mesh) -> Tensor:
     """once: the value on rank 0 and zeros on the others forward, identity backward."""
-    return x if mesh.rank == 0 or mesh.dry else _Collective.apply(x, torch.zeros_like, _same, ())
+    return x if mesh.rank == 0 or mesh.dry else _collective(x, torch.zeros_like, _same, ())
+
+
+def _collective(x: Tensor, there: Way, back: Way, given: tuple[Any, ...]) -> Tensor:
+    """``there(x, *given)``, whose backward is ``back(grad, *given)`` and can be differentiated in turn."""
+    if transformed():
+        return _Transformed.apply(x, there, back, given)
+    return _Collective.apply(x, there, back, given) if torch.is_grad_enabled() else there(x, *given)
+
+
+def transformed() -> bool:
+    """Whether torch.compile or torch.func looks at what is being computed, rather than autograd alone."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 class _Collective(torch.autograd.Function):
-    """``there(x, *given)``, whose backward is ``back(grad, *given)`` and can be differentiated in turn."""
+    """What autograd alone needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Way, back: Way, given: tuple[Any, ...]) -> Tensor:
+        ctx.there, ctx.back, ctx.given = there, back, given
+        return there(x, *given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _collective(grad, ctx.back, ctx.there, ctx.given), None, None, None
+        return ctx.back(grad, *ctx.given), None, None, None
+
+
+class _Transformed(torch.autograd.Function):
+    """The same for torch.func and torch.compile; torch looks at the signature of such a one at every call."""
 
     @staticmethod
     def forward(x: Tensor, there: Way, back: Way, given: tuple[Any, ...]) -> Tensor:  # no *given: it does not compile
@@ -183,7 +210,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _Collective.apply(grad, ctx.back, ctx.there, ctx.given), None, None, None
+            return _collective(grad, ctx.back, ctx.there, ctx.given), None, None, None
         return ctx.back(grad, *ctx.given), None, None, None
 
 
@@ -241,6 +268,11 @@ def summed(x: Tensor, mesh: Mesh) -> Tensor:
 def largest(x: Tensor, mesh: Mesh) -> Tensor:
     """A new tensor: the elementwise maximum over tp ranks."""
     return x if mesh.group is None else _all_reduce(x, "max", mesh.group)
+
+
+def begin_sum(x: Tensor, mesh: Mesh) -> dist.Work:
+    """Begin to turn ``x`` into its sum over tp ranks, in place; ``wait()`` for it before it is used."""
+    return dist.all_reduce(x, group=mesh.group, async_op=True)
 
 
 def every(x: Tensor, mesh: Mesh) -> Tensor:

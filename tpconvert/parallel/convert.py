@@ -25,6 +25,7 @@ from tpconvert.parallel.mesh import Mesh
 from tpconvert.parallel.random import add_switches
 from tpconvert.parallel.reads import Read, become, chains
 from tpconvert.parallel.rewrite import rewritten_forward
+from tpconvert.parallel.together import sum_together
 from tpconvert.spec.layout import Layout, local_size
 from tpconvert.spec.plan import Boundary, Edit, Plan, Verdict
 from tpconvert.spec.sliced import sliced_form
@@ -35,7 +36,13 @@ WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @torch.inference_mode(False)
 def parallelize(
-    module: nn.Module, plan: Plan, mesh: Mesh, *, gather_output: bool = True, sequence_parallel: bool = False
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    gather_output: bool = True,
+    sequence_parallel: bool = False,
+    waves: int = 1,
 ) -> nn.Module:
     """The same module, now this rank's part.
 
@@ -43,7 +50,10 @@ def parallelize(
     ``gather_output=False`` leaves the logits cut, for a vocab-parallel loss; :func:`output_gathers` says which and how.
     ``sequence_parallel`` leaves each rank a slice of the tokens between cut regions, where the plan knows how; the
     length of a sequence must then be a multiple of the degree.
+    ``waves`` is in how many shares of the tokens regions end: each is summed over ranks while the next is computed.
     """
+    if waves < 1:
+        raise PlanError(f"waves is {waves}; it is a number of shares, at least 1.")
     summed = frozenset(b.module for b in plan.boundaries if _sums_output(b))
     plan = sliced_form(plan) if sequence_parallel and mesh.degree > 1 else plan
     check(module, plan, mesh)
@@ -57,13 +67,14 @@ def parallelize(
     if not gather_output:
         left_out = output_gathers(plan)
         boundaries = [b for b in boundaries if b not in left_out]
-    boundaries = swap_classes(module, plan, boundaries, mesh, summed)
+    boundaries = swap_classes(module, plan, boundaries, mesh, summed, waves)
     graphs: dict[str, GraphModule] = {}
     for rewrite in plan.rewrites:
         part_of_module = module.get_submodule(rewrite.module)
         become(part_of_module, forward=rewritten_forward(part_of_module, rewrite, mesh, graphs))
     add_boundaries(module, boundaries, mesh)
     add_switches(module, plan.switches, mesh)
+    sum_together(module, mesh)
     keep(module, plan)
     return module
 
@@ -235,7 +246,7 @@ def _edited(old: Any, path: list[str], value: int, new: int, where: str) -> Any:
 
 
 def swap_classes(
-    root: nn.Module, plan: Plan, boundaries: list[Boundary], mesh: Mesh, summed: frozenset[str]
+    root: nn.Module, plan: Plan, boundaries: list[Boundary], mesh: Mesh, summed: frozenset[str], waves: int
 ) -> list[Boundary]:
     """Give modules their parallel classes and their reads; return the boundaries that no layer absorbed.
 
@@ -258,8 +269,10 @@ def swap_classes(
         boundaries = [b for b in boundaries if not any(b is r for r in reduces)]
         become(module, layer, reads)
         if layer is not None:
-            extra = () if layer is ColumnParallelLinear else (bool(reduces),)
-            if layer is VocabParallelEmbedding:
+            extra: tuple[Any, ...] = () if layer is ColumnParallelLinear else (bool(reduces),)
+            if layer is RowParallelLinear:
+                extra = (*extra, waves)
+            elif layer is VocabParallelEmbedding:
                 extra = (*extra, parts_of(0, verdicts["weight"].layout.blocks, mesh))
             module.become(verdicts["weight"].shape, mesh, *extra)
     return boundaries

@@ -9,6 +9,8 @@ Shapes: B any leading dims, I in, O out, V words; ``_r`` a rank's part::
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +18,10 @@ from torch import Tensor, nn
 from tpconvert.errors import PlanError
 from tpconvert.parallel.collectives import Parts, reduce
 from tpconvert.parallel.mesh import Mesh
+from tpconvert.parallel.products import gathered_product, reduced_product, was_gathered
+
+LEAST = 256
+"""Tokens of a wave at least: fewer are computed no faster, and summed no faster."""
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -29,6 +35,16 @@ class ColumnParallelLinear(nn.Linear):
         self.tp_whole, self.tp_mesh = whole, mesh
         self.out_features = self._parameters["weight"].shape[0]
 
+    def forward(self, x_BI: Tensor) -> Tensor:
+        """This rank's features; of an input that was gathered from slices, a backward keeps the slice only."""
+        if not (was_gathered(x_BI) and self._parameters["weight"].requires_grad):
+            return super().forward(x_BI)
+        weight_OI, bias_O = self.weight, self.bias
+        if torch.is_autocast_enabled(x_BI.device.type):
+            dtype = torch.get_autocast_dtype(x_BI.device.type)
+            weight_OI, bias_O = weight_OI.to(dtype), None if bias_O is None else bias_O.to(dtype)
+        return gathered_product(x_BI, weight_OI, bias_O)
+
     def extra_repr(self) -> str:
         """The local sizes, then the whole weight's shape and the degree."""
         return f"{super().extra_repr()}, whole={self.tp_whole}, tp={self.tp_mesh.degree}"
@@ -37,27 +53,40 @@ class ColumnParallelLinear(nn.Linear):
 class RowParallelLinear(nn.Linear):
     """A linear layer over this rank's part of its input features; the output is summed, then gets the bias once.
 
-    Where ``tp_sums`` is false the output is left a term of the sum, which is made further on.
+    Where ``tp_sums`` is false the output is left a term of the sum, which is made further on.  With more ``tp_waves``
+    than one, one wave of tokens is summed while the next is computed.
     """
 
     tp_whole: tuple[int, int]
     tp_mesh: Mesh
     tp_sums: bool
+    tp_waves: int
     product = staticmethod(F.linear)
     """How the input meets the weight; training in float8 sets another."""
 
-    def become(self, whole: tuple[int, int], mesh: Mesh, sums: bool) -> None:
+    def become(self, whole: tuple[int, int], mesh: Mesh, sums: bool, waves: int) -> None:
         """Take on the sizes of the part that ``weight`` now is."""
-        self.tp_whole, self.tp_mesh, self.tp_sums = whole, mesh, sums
+        self.tp_whole, self.tp_mesh, self.tp_sums, self.tp_waves = whole, mesh, sums, waves
         self.in_features = self._parameters["weight"].shape[1]
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """The sum over ranks, plus the bias."""
         if not self.tp_sums:
             return self.product(x_BI, self.weight, self.bias)
-        y_BO = reduce(self.product(x_BI, self.weight), self.tp_mesh)
+        y_BO = self._summed(x_BI, self.weight)
         bias_O = self._parameters["bias"]  # after the sum it counts on every rank, so not as others read it
         return y_BO if bias_O is None else y_BO + bias_O.to(y_BO.dtype)
+
+    def _summed(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
+        tokens = math.prod(x_BI.shape[:-1])
+        other = self.product is not F.linear or self.tp_mesh.dry
+        if other or self.tp_waves == 1 or tokens < self.tp_waves * LEAST:
+            return reduce(self.product(x_BI, weight_OI), self.tp_mesh)
+        if torch.is_autocast_enabled(x_BI.device.type):
+            dtype = torch.get_autocast_dtype(x_BI.device.type)
+            x_BI, weight_OI = x_BI.to(dtype), weight_OI.to(dtype)
+        y_NO = reduced_product(x_BI.reshape(tokens, -1), weight_OI, self.tp_waves, self.tp_mesh)
+        return y_NO.view(*x_BI.shape[:-1], len(weight_OI))
 
     def extra_repr(self) -> str:
         """The local sizes, then the whole weight's shape and the degree."""

@@ -42,6 +42,10 @@ class Read:
                 return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         if self.sum_grad:
             tensor = copy(tensor, self.mesh) if self.parts is None else copy_shared(tensor, self.parts, self.mesh)
+        return self.summed(tensor)
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The value to compute with, of one whose gradient is summed already."""
         return once(tensor, self.mesh) if self.once else tensor
 
 
@@ -64,6 +68,7 @@ def become(
         module.__class__ = derived(user, layer, tuple(sorted({*old_names, *(reads or ())})), forward is not None)
     if reads:
         module.__dict__["_tp_reads"] = dict(reads)
+        module.__dict__["_tp_summed"] = {}
     if forward is not None:
         module.__dict__["_tp_forward"] = forward
 
@@ -109,7 +114,12 @@ def chains(user: type[nn.Module], base: type[nn.Module]) -> bool:
 def _reading(name: str) -> property:
     def read(self: nn.Module) -> Any:
         tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
-        return None if tensor is None else self._tp_reads[name](tensor)
+        if tensor is None:
+            return None
+        held = self._tp_summed.get(name)
+        if held is not None and held[0] is tensor and torch.is_grad_enabled():
+            return self._tp_reads[name].summed(held[1])
+        return self._tp_reads[name](tensor)
 
     return property(read)
 

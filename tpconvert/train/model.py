@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import Mesh, cross_entropy, load_local, parallelize
+from tpconvert.parallel.compiled import compile_layers, layers_of
 from tpconvert.parallel.convert import output_gathers
 from tpconvert.planning.slices import divided
 from tpconvert.source import Source, open_source
@@ -291,17 +292,6 @@ def logits_of(output: Any) -> Tensor:
     return found
 
 
-def layers_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The repeated layers: members of the outermost lists of modules of one class that have parameters."""
-    for child in module.children():
-        items = list(child.children())
-        listed = isinstance(child, nn.ModuleList | nn.Sequential) and len(items) > 1
-        if listed and len({type(i) for i in items}) == 1 and next(items[0].parameters(), None) is not None:
-            yield from items
-        else:
-            yield from layers_of(child)
-
-
 def speed_up(module: nn.Module, settings: Parallelism) -> None:
     """Checkpoint and compile each layer, as configured."""
     if settings.activation_checkpointing == "none" and not settings.compile:
@@ -318,8 +308,8 @@ def speed_up(module: nn.Module, settings: Parallelism) -> None:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         if settings.activation_checkpointing == "selective":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=selective)
-        if settings.compile:
-            layer.compile()
+    if settings.compile:
+        compile_layers(module, fullgraph=False)
 
 
 def _keep_or_repeat(_context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:

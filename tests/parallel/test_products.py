@@ -1,0 +1,113 @@
+"""Products that own a collective give what the plain ones give: outputs, gradients, and gradients of gradients."""
+
+import contextlib
+
+import pytest
+import torch
+
+from tests.parallel.test_schedule import passes_alone
+from tests.parallel.test_wire import TOKENS, WORDS, Wire, model_of
+from tpconvert.parallel import Mesh, layers, parallelize
+from tpconvert.parallel.compiled import layers_of
+from tpconvert.planning import make_plan
+from tpconvert.spec.plan import Plan
+
+
+@contextlib.contextmanager
+def set_to(module, **values):
+    old = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(old)
+
+
+def twice(model):
+    """The output, the gradients, and the gradients of the gradients' size."""
+    ids = torch.arange(TOKENS[0] * TOKENS[1]).view(TOKENS) % WORDS
+    parameters = [p for name, p in model.named_parameters() if "proj" in name]
+    out = model(input_ids=ids).logits
+    first = torch.autograd.grad(out.square().sum(), parameters, create_graph=True)
+    plain = torch.autograd.grad(model(input_ids=ids).logits.square().sum(), parameters)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), parameters)
+    return [out.detach(), *(g.detach() for g in first), *plain, *second]
+
+
+def alike(mesh, plan, options, changed):
+    model = parallelize(model_of("llama", 2, "eager").double(), Plan.loads(plan), mesh, **options)
+    with set_to(layers, LEAST=1, **({"was_gathered": lambda x: False} if changed == "gathered" else {})):
+        if changed == "waves":
+            for layer in model.modules():
+                vars(layer).update({"tp_waves": 1} if hasattr(layer, "tp_waves") else {})
+        return [t.numpy() for t in twice(model)]
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"), [({"waves": 3}, "waves"), ({"sequence_parallel": True}, "gathered")], ids=["waves", "again"]
+)
+def test_a_product_with_its_collective_is_the_plain_one(run_ranks, options, changed):
+    inputs = {"input_ids": torch.randint(0, WORDS, TOKENS)}
+    plan = make_plan(model_of("llama", 2, "eager"), inputs, tp=2).dumps()  # attention that can be differentiated twice
+    ours = run_ranks(alike, 2, plan, options, "", timeout=240)
+    plain = run_ranks(alike, 2, plan, options, changed, timeout=240)
+    for mine, wanted in zip(ours, plain, strict=True):
+        for a, b in zip(mine, wanted, strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-9, atol=1e-9)
+
+
+def waves_compiled(mesh, plan):
+    torch.compiler.reset()
+    with set_to(layers, LEAST=1):
+        model = parallelize(model_of("llama", 2).double(), Plan.loads(plan), mesh, waves=2)
+        ids = torch.arange(TOKENS[0] * TOKENS[1]).view(TOKENS) % WORDS
+
+        def run():
+            model.zero_grad()
+            out = model(input_ids=ids).logits
+            out.square().sum().backward()
+            return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+        with Wire() as wire:
+            eager = run()
+        for layer in layers_of(model):
+            layer.compile(fullgraph=True, backend=passes_alone)
+        torch.testing.assert_close(run(), eager, rtol=1e-11, atol=1e-11)
+    return wire.counts["forward", "all-reduce"]
+
+
+def test_waves_compile_into_one_graph(run_ranks):
+    plan = make_plan(model_of("llama", 2), {"input_ids": torch.randint(0, WORDS, TOKENS)}, tp=2).dumps()
+    sums = run_ranks(waves_compiled, 2, plan, timeout=240)
+    assert sums == [1 + 2 * 2 * 2 + 2 * 2 + 1] * 2  # words, two waves of each region, gradients of regions and head
+
+
+def autocast(mesh, plan):
+    model = parallelize(model_of("llama", 2), Plan.loads(plan), mesh, sequence_parallel=True)
+    ids = torch.arange(TOKENS[0] * TOKENS[1]).view(TOKENS) % WORDS
+    found = []
+    for changed in ({}, {"was_gathered": lambda x: False}):
+        with set_to(layers, **changed):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(input_ids=ids).logits
+            out.float().square().sum().backward()
+            found.append([out.detach(), *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(*found, rtol=2**-6, atol=2**-6)
+    assert all(g.dtype == torch.float32 for g in found[0][1:])
+
+
+def test_slices_are_kept_under_autocast_too(run_ranks):
+    plan = make_plan(model_of("llama", 2), {"input_ids": torch.randint(0, WORDS, TOKENS)}, tp=2).dumps()
+    run_ranks(autocast, 2, plan, timeout=240)
+
+
+def test_one_rank_is_left_as_it_is():
+    model = model_of("llama", 2)
+    classes = {name: type(part) for name, part in model.named_modules()}
+    plan = make_plan(model, {"input_ids": torch.randint(0, WORDS, TOKENS)}, tp=1)
+    before = {name: dict(vars(part)) for name, part in model.named_modules()}
+    alone = parallelize(model, plan, Mesh(0, 1, None, torch.device("cpu")), sequence_parallel=True, waves=2)
+    assert {name: type(part) for name, part in alone.named_modules()} == classes
+    assert {name: dict(vars(part)) for name, part in alone.named_modules()} == before
+    assert not any(p._forward_hooks or p._forward_pre_hooks for p in alone.modules())

@@ -1,0 +1,178 @@
+"""What is made of compiled graphs: sums beside arithmetic, gathers made again, and the same numbers as before."""
+
+import pytest
+import torch
+from torch import fx
+
+from tests.parallel.test_wire import TOKENS, WORDS, model_of
+from tpconvert.errors import PlanError
+from tpconvert.parallel import parallelize
+from tpconvert.parallel.compiled import compile_layers, layers_of
+from tpconvert.planning import make_plan
+from tpconvert.spec.plan import Plan
+
+aten, wire = torch.ops.aten, torch.ops._c10d_functional
+ROWS, WIDTH = 64, 32
+
+
+class Draft:
+    """A graph by hand, whose values are on meta."""
+
+    def __init__(self):
+        self.graph = fx.Graph()
+
+    def value(self, name, *shape):
+        return self.meant(self.graph.placeholder(name), torch.empty(shape or (ROWS, WIDTH), device="meta"))
+
+    def op(self, target, *args, like=None):
+        node = self.graph.call_function(target, args)
+        return self.meant(node, next(a for a in args if isinstance(a, fx.Node)).meta["val"] if like is None else like)
+
+    def meant(self, node, value):
+        node.meta["val"] = value
+        return node
+
+    def summed(self, x):
+        start = self.op(wire.all_reduce.default, x, "sum", "0")
+        return self.op(wire.wait_tensor.default, start)
+
+    def product(self, a, b):
+        rows, columns = a.meta["val"].shape[0], b.meta["val"].shape[1]
+        return self.op(aten.mm.default, a, b, like=a.meta["val"].new_empty(rows, columns))
+
+    def ordered(self, *outputs):
+        from tpconvert.parallel.schedule import HideCollectives
+
+        self.graph.output(outputs)
+        module = fx.GraphModule({}, self.graph)
+        HideCollectives()(module.graph)
+        module.graph.lint()
+        names = [n.name for n in module.graph.nodes if n.op == "call_function"]
+        return [name.replace("_default", "").replace("_tensor_Tensor", "_tensor") for name in names]
+
+
+def test_weight_gradients_go_between_a_sum_and_its_wait():
+    draft = Draft()
+    x, weight, grad = draft.value("x", WIDTH, ROWS), draft.value("w", WIDTH, WIDTH), draft.value("g")
+    inner = draft.product(grad, weight)
+    total = draft.summed(inner)
+    norm = draft.op(aten.neg.default, total)
+    of_weight = draft.product(x, grad)
+    assert draft.ordered(norm, of_weight) == ["mm", "all_reduce", "mm_1", "wait_tensor", "neg"]
+
+
+def test_each_wave_is_summed_while_the_next_is_computed():
+    draft = Draft()
+    x, y, weight = draft.value("x"), draft.value("y"), draft.value("w", WIDTH, WIDTH)
+    sums = [draft.summed(draft.product(v, weight)) for v in (x, y)]
+    both = draft.op(aten.cat.default, sums, like=torch.empty(2 * ROWS, WIDTH, device="meta"))
+    assert draft.ordered(both) == ["mm", "all_reduce", "mm_1", "all_reduce_1", "wait_tensor", "wait_tensor_1", "cat"]
+
+
+def test_one_product_hides_one_sum_and_leaves_the_next_to_the_next():
+    draft = Draft()
+    wide = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    x, g, w = (draft.meant(draft.graph.placeholder(n), wide) for n in "xgw")
+    first = draft.summed(draft.product(g, w))
+    others = [draft.product(x, g), draft.product(g, x)]
+    second = draft.summed(draft.product(first, w))
+    names = draft.ordered(second, *others)
+    at = {name: i for i, name in enumerate(names)}
+    assert at["all_reduce"] < at["mm_1"] < at["wait_tensor"] < at["all_reduce_1"] < at["mm_2"] < at["wait_tensor_1"]
+
+
+def test_collectives_keep_their_order_though_the_first_is_waited_for_last():
+    draft = Draft()
+    x, y = draft.value("x"), draft.value("y")
+    late = draft.summed(draft.op(aten.neg.default, x))
+    for _ in range(3):
+        x = draft.op(aten.exp.default, x)
+    starts = [n for n in draft.ordered(draft.summed(x), draft.summed(y), late) if n.startswith("all_reduce")]
+    assert starts == ["all_reduce", "all_reduce_1", "all_reduce_2"]
+
+
+def test_a_graph_that_writes_keeps_its_order_but_for_writes_into_inputs_at_its_end():
+    def drafted(target):
+        draft = Draft()
+        x, grad, weight = draft.value("x", WIDTH, ROWS), draft.value("g"), draft.value("w", WIDTH, WIDTH)
+        total = draft.summed(draft.product(grad, weight))
+        of_weight = draft.product(x, grad)
+        draft.op(target, x if target is aten.copy_.default else total, total)
+        return draft.ordered(total, of_weight)
+
+    assert drafted(aten.add_.Tensor) == ["mm", "all_reduce", "wait_tensor", "mm_1", "add__tensor"]
+    assert drafted(aten.copy_.default) == ["mm", "all_reduce", "mm_1", "wait_tensor", "copy_"]
+
+
+def test_only_what_a_forward_gathers_is_gathered_again():
+    from tpconvert.parallel.schedule import GatherAgain
+
+    draft = Draft()
+    x, grad = draft.value("primals_1"), draft.value("tangents_1")
+    marked = []
+    for value in (x, grad):
+        start = draft.op(wire.all_gather_into_tensor.default, value, 2, "0")
+        wait = draft.op(wire.wait_tensor.default, start)
+        scattered = draft.op(wire.reduce_scatter_tensor.default, wait, "sum", 2, "0")
+        marked.append((start, wait, scattered))
+    GatherAgain()(draft.graph)
+    assert [["recompute" in n.meta for n in nodes] for nodes in marked] == [[True, True, False], [False] * 3]
+
+
+# -- on ranks -----------------------------------------------------------------------------------------------------
+
+
+def passes_alone(gm, inputs):
+    """torch.compile's way from a graph to the passes and back, without the compiler behind them."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    from tpconvert.parallel.schedule import GatherAgain, HideCollectives
+
+    def partitioned(joint, joint_inputs, **rest):
+        GatherAgain()(joint.graph)
+        return min_cut_rematerialization_partition(joint, joint_inputs, **rest)
+
+    def ordered(graph_module, _):
+        HideCollectives()(graph_module.graph)
+        graph_module.recompile()
+        return make_boxed_func(graph_module)
+
+    return aot_autograd(fw_compiler=ordered, bw_compiler=ordered, partition_fn=partitioned)(gm, inputs)
+
+
+def results(model, ids):
+    model.zero_grad()
+    out = model(input_ids=ids).logits
+    out.square().sum().backward()
+    return {"": out.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+def compiled_alike(mesh, name, plan, options):
+    torch.compiler.reset()
+    model = parallelize(model_of(name, 2).double(), Plan.loads(plan), mesh, **options).train()
+    ids = torch.arange(TOKENS[0] * TOKENS[1]).view(TOKENS) % WORDS
+    longer = torch.cat([ids, ids], 1)
+    eager = [results(model, ids), results(model, longer)]
+    for layer in layers_of(model):
+        layer.compile(fullgraph=True, backend=passes_alone)
+    for inputs, wanted in zip((ids, longer), eager, strict=True):
+        found = results(model, inputs)
+        for what, value in wanted.items():
+            torch.testing.assert_close(found[what], value, rtol=1e-11, atol=1e-11, msg=lambda m, w=what: f"{w}: {m}")
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama", {"sequence_parallel": True}), ("gpt2", {}), ("qwen3", {"sequence_parallel": True})],
+    ids=["llama sliced", "gpt2 plain", "qwen3 sliced"],
+)
+def test_ordered_graphs_give_the_same_numbers(run_ranks, name, options):
+    plan = make_plan(model_of(name, 2), {"input_ids": torch.randint(0, WORDS, TOKENS)}, tp=2).dumps()
+    run_ranks(compiled_alike, 2, name, plan, options, timeout=240)
+
+
+def test_a_model_without_layers_is_told():
+    with pytest.raises(PlanError, match="Linear has no list of equal layers to compile"):
+        compile_layers(torch.nn.Linear(2, 2))

@@ -1,0 +1,43 @@
+"""Compile the repeated layers of a model, so that the network hides behind arithmetic where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from tpconvert.errors import PlanError
+
+
+def compile_layers(
+    module: nn.Module, *, gather_again: bool = True, fullgraph: bool = True, **options: Any
+) -> list[nn.Module]:
+    """Compile each repeated layer of ``module`` in place, and return them.
+
+    A layer is one graph forward and one backward, in which sums and gathers run beside arithmetic that does not need
+    them.  With ``gather_again`` a layer keeps a rank's slice of what sequence parallelism gathers, and gathers it
+    again for its backward.  ``options`` are those of torch's compiler.  Raises PlanError where there are no layers.
+    """
+    from tpconvert.parallel.schedule import GatherAgain, HideCollectives  # loads torch's compiler
+
+    layers = list(layers_of(module))
+    if not layers:
+        raise PlanError(f"{type(module).__name__} has no list of equal layers to compile.", hint="Compile it whole.")
+    own: dict[str, Any] = {"post_grad_custom_post_pass": HideCollectives(), "reorder_for_peak_memory": False}
+    if gather_again:
+        own["joint_custom_post_pass"] = GatherAgain()
+    for layer in layers:
+        layer.compile(fullgraph=fullgraph, options={**own, **options})
+    return layers
+
+
+def layers_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The repeated layers: members of the outermost lists of modules of one class that have parameters."""
+    for child in module.children():
+        items = list(child.children())
+        listed = isinstance(child, nn.ModuleList | nn.Sequential) and len(items) > 1
+        if listed and len({type(i) for i in items}) == 1 and next(items[0].parameters(), None) is not None:
+            yield from items
+        else:
+            yield from layers_of(child)
