@@ -41,6 +41,8 @@ QUICK, SLOW = 0.6, 3.0
 """Seconds that one forward of a twin, or of a small model, may take."""
 LIGHT, HEAVY = 20_000_000, 200_000_000
 """Numbers that one forward may make: all are kept, in float64, for the whole model and for every rank."""
+SIDES = (128, 64)
+"""Sides that images are cropped to, where they still are too many numbers."""
 SMALLER = (4, 16)
 """What the sides of images are divided by, once more, where a model that runs is not light."""
 TWIN_SECONDS, SMALL_SECONDS = 8, 16
@@ -103,6 +105,12 @@ def build(model_type: str) -> Built:
             except (Exception, _OutOfTimeError) as error:
                 errors.append(f"{name} {way.__name__.removeprefix('_by_')}: {told(error)}")
     raise NotBuiltError(" || ".join(errors[:4]) or "it has no class")
+
+
+def _cropped(built: Built, side: int) -> Built:
+    """The same module on the corners of its images."""
+    inputs = {n: v[..., :side, :side] if getattr(v, "ndim", 0) >= 4 else v for n, v in built.inputs.items()}
+    return _run(built.module, inputs, f"{built.by}, cropped to {side}", SLOW)
 
 
 def _own(kind: Any, config: Any) -> Any:
@@ -180,6 +188,9 @@ def _lighter(make: Any, config: Any, attempt: Attempt, found: Built) -> Built:
             other, _ = _by_attempt(make, config, replace(attempt, image=attempt.image * by), [])
             if other is not None and other.made < best.made and other.inputs.keys() >= best.inputs.keys():
                 best = other
+        for side in SIDES if best.made > LIGHT else ():
+            with suppress(Exception):  # whatever a model says of images that are too small
+                best = min(best, _cropped(best, side), key=lambda built: built.made)
     if best.made > HEAVY:
         raise NotBuiltError(f"one forward makes {best.made / 1e6:.0f} M numbers, more than are kept for a comparison")
     return best

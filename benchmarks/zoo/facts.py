@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+UNUSED = "the traced forward does not use it"
 DIMS = {"colwise": 0, "rowwise": 1}
 """The dim of an ``nn.Linear`` weight that transformers cuts, by the first word of its style."""
 
@@ -32,23 +33,23 @@ def agreement(module: nn.Module, plan: Any) -> dict[str, Any]:
 
     And how many are cut here that it leaves whole.
     """
-    wanted = {k: d for k, v in (getattr(module, "tp_plan", None) or {}).items() if (d := _dim(str(v))) is not None}
+    styles = {k: str(v) for k, v in (getattr(module, "tp_plan", None) or {}).items() if _dim(str(v)) is not None}
     counts = {"same": 0, "other": 0, "whole": 0}
     differ: dict[str, str] = {}
     more = 0
     linear = linear_like(module)
     for verdict in plan.verdicts:
         place = verdict.name.removesuffix(".weight")
-        dim = next((d for k, d in wanted.items() if re.fullmatch(_pattern(k), place)), None)
-        if verdict.name not in linear or len(verdict.shape) != 2 or verdict.tied_to:
+        style = next((v for k, v in styles.items() if re.fullmatch(_pattern(k), place)), None)
+        if verdict.name not in linear or len(verdict.shape) != 2 or verdict.tied_to or UNUSED in verdict.reason:
             continue
-        if dim is None:
+        if style is None:
             more += verdict.layout.cut
             continue
-        kind = "whole" if not verdict.layout.cut else "same" if verdict.layout.dim == dim else "other"
+        kind = "whole" if not verdict.layout.cut else "same" if verdict.layout.dim == _dim(style) else "other"
         counts[kind] += 1
         if kind != "same":
-            differ.setdefault(re.sub(r"\d+", "*", verdict.name), f"{kind}: {verdict.reason}")
+            differ.setdefault(re.sub(r"\d+", "*", verdict.name), f"{verdict.reason} (theirs: {style})")
     found = {"theirs": counts, "theirs_differ": list(differ.items())[:6], "more_than_theirs": more}
     return found if sum(counts.values()) else {}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.zoo.facts import UNUSED
 from benchmarks.zoo.whole import reasons_table
 
 OUTCOMES = {
@@ -260,7 +261,7 @@ def _theirs(found: list[Found]) -> list[str]:
         return []
     out = ["## Where transformers' own plan cuts otherwise", "", "| type | weight | here |", "|---|---|---|"]
     for line in differ:
-        differing = [(name, said.replace("whole: whole:", "whole:")) for name, said in line["theirs_differ"]]
+        differing = [(name, said) for name, said in line["theirs_differ"] if UNUSED not in said]
         out += [f"| {line['type']} | {name} | {_plain(said)} |" for name, said in differing]
     return [*out, ""]
 

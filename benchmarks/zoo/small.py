@@ -16,6 +16,8 @@ from typing import Any
 VOCABULARY, LAYERS, EXPERTS = 512, 2, 8
 EXPERT_WIDTH = 96
 """What widths of experts are multiples of: grouped kernels ask for multiples of 8 on each of 2, 3 and 4 ranks."""
+CHUNK = 16
+"""Places that a scan takes at a time; it fills its last chunk, and keeps the square of it for every head."""
 MANY_LAYERS = 16
 MAIN = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 GROUPS = {"n_group": 2, "topk_group": 1}
@@ -169,6 +171,8 @@ def _smaller(name: str, value: Any, attempt: Attempt, few: int, marks: Iterator[
         return value
     if name.endswith(("token_id", "token_ids", "token_index")):
         return next(marks) if value >= VOCABULARY else value
+    if name.endswith("chunk_size"):
+        return min(value, CHUNK)
     if "vocab_size" in name or name.endswith("_vocab"):
         return min(value, VOCABULARY)
     if name in GROUPS:

@@ -15,7 +15,7 @@ from transformers import (
     VitPoseConfig,
 )
 
-from benchmarks.zoo.build import _own
+from benchmarks.zoo.build import Built, _lighter, _own
 from benchmarks.zoo.facts import agreement, linear_like, way_back
 from benchmarks.zoo.mend import divisible, fit, mend
 from benchmarks.zoo.reach import enriched, untouched
@@ -190,3 +190,27 @@ def test_sizes_of_features_become_smaller_with_the_images():
 
 def test_no_attempt_is_made_twice():
     assert len(set(ATTEMPTS)) == len(ATTEMPTS)
+
+
+class Wide(nn.Module):
+    """Makes many numbers of a large image, and takes none smaller than 100."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3)
+
+    def forward(self, pixel_values):
+        assert pixel_values.shape[-1] > 100
+        return self.conv(pixel_values)
+
+
+def test_images_are_cropped_as_far_as_the_model_takes_them(monkeypatch):
+    monkeypatch.setattr("benchmarks.zoo.build.LIGHT", 1)
+    built = Built(Wide(), {"pixel_values": torch.zeros(2, 3, 200, 200)}, "small", 10**6)
+    found = _lighter(lambda config: Wide(), LlamaConfig(), ATTEMPTS[0], built)
+    assert found.inputs["pixel_values"].shape == (2, 3, 128, 128)
+    assert found.by.endswith("cropped to 128")
+
+
+def test_a_scan_takes_few_places_at_a_time():
+    assert small(LlamaConfig(mamba_chunk_size=256), ATTEMPTS[0]).mamba_chunk_size == 16

@@ -57,7 +57,7 @@ def sounds(name: str, names: set[str], config: Any) -> Iterator[Given]:
 
 def _spectra(name: str, config: Any) -> Iterator[tuple[Given, int]]:
     bins = next((n for key in _BINS if (n := size_in(config, key))), 80)
-    for frames in dict.fromkeys((2 * (size_in(config, "max_source_positions") or 32), 128)):
+    for frames in dict.fromkeys((128, 2 * (size_in(config, "max_source_positions") or 32))):
         yield {name: random(BATCH, bins, frames)}, frames
         yield {name: random(BATCH, frames + 3, bins)}, frames + 3
         yield {name: random(BATCH, frames, bins)}, frames
