@@ -25,14 +25,19 @@ from tpconvert.analyze.lockstep import (
     copy,
     copy_shared,
     gather,
+    masked_lookup,
     reduce,
     reduce_scatter,
     scatter,
     single,
+    whole_gradients,
     zero_forward,
 )
+from tpconvert.analyze.randoms import drew
+from tpconvert.analyze.recorder import UNFILLED
 from tpconvert.analyze.states import is_op, reaches_all, seeing
 from tpconvert.analyze.terms import leaves
+from tpconvert.analyze.ties import DECIDING, settled
 from tpconvert.analyze.trees import Held
 from tpconvert.spec.layout import share
 
@@ -53,6 +58,7 @@ class Emulation:
     forward: list[Difference] = field(default_factory=list)
     outputs: list[Difference] = field(default_factory=list)
     gradients: list[Difference] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def worst(self) -> float:
         """The largest error of all."""
@@ -105,8 +111,12 @@ class Lockstep:
             self.env[node] = [e[node.args[1]] for e in self.env[node.args[0]]]  # type: ignore[index]
         elif op == "alias":
             self.env[node] = self.env[node.args[0]]  # type: ignore[index]
+        elif drew(node):
+            self.env[node] = [self.drawn(node, r) for r in self.ranks]
         else:
             self.env[node] = [self.call(node, r) for r in self.ranks]
+            if any(is_op(u) and inplace_target(u) is node for u in node.users):
+                self.env[node] = [writable(v) for v in self.env[node]]
         if node in self.flow.reduced:
             placed = self.flow.reduced[node]
             self.env[node] = reduce(self.env[node]) if placed.sliced is None else self.crossed(placed, self.env[node])
@@ -179,12 +189,37 @@ class Lockstep:
             return torch.split(args[0], [self.deal.size(d[dim], rank) for d in self.ax.dims[node]], dim)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not writes_leaf(node, value)):
             out = node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.meta["op"] in UNFILLED:
+            out.zero_()
         if node in self.flow.partial and node in self.ax.means:
             for term in self.ax.means[node]:
                 out = out * (self.deal.size(term, rank) / term.n)
         if isinstance(node.meta["val"], torch.Tensor) and not isinstance(out, torch.Tensor):
             return args[0]  # __setitem__ returns nothing
+        if node.meta["op"] in DECIDING:
+            out = settled(node, self.ax.bound.get(node, {}), args, out, self.recorded(node, rank))
         return out if isinstance(out, torch.Tensor) else tensors(out)
+
+    def recorded(self, node: fx.Node, rank: int) -> dict[Any, torch.Tensor]:
+        """This rank's part of each result that was recorded."""
+        if isinstance(node.meta["val"], torch.Tensor):
+            return {None: self.part(node, rank)}
+        return {n.args[1]: self.part(n, rank) for n in node.users if n.meta["op"] == "item"}
+
+    def part(self, node: fx.Node, rank: int) -> torch.Tensor:
+        """What a rank should have of a value."""
+        whole: torch.Tensor = node.meta["value"]
+        return self.deal.local(whole, self.ax.of(node), rank) if node in self.flow.cut else whole.clone()
+
+    def drawn(self, node: fx.Node, rank: int) -> torch.Tensor:
+        """The numbers that were drawn when the forward was recorded: another draw would be no comparison."""
+        value = self.part(node, rank)
+        if node in self.flow.partial and rank:
+            value.zero_()
+        if (target := inplace_target(node)) is None:
+            return value
+        written: torch.Tensor = self.seen.get((target, node), self.env[target])[rank]
+        return written.copy_(value)
 
     def shortened(self, node: fx.Node, args: Any, kwargs: Any, rank: int) -> tuple[Any, Any]:
         """The arguments with the length of this rank's slice in place of the number of tokens."""
@@ -209,7 +244,7 @@ class Lockstep:
     def compare(self, node: fx.Node) -> None:
         """Every rank's result against the recorded whole one."""
         whole = node.meta.get("value")
-        if whole is None or node.meta["op"] == "parameter" or not whole.numel() or unwritten(node):
+        if whole is None or node.meta["op"] == "parameter" or not whole.numel():
             return
         if root_parameter(node) in self.flow.once:
             return  # on the other ranks it is zero
@@ -241,8 +276,12 @@ class Lockstep:
                 names.append((node, weight))
         if not names or not self.leaves:
             return
+        try:
+            reference = whole_gradients(list(self.leaves), names)
+        except Exception as error:  # a backward of its own may be for training alone
+            self.out.notes.append(f"The whole model has no gradients in eval mode ({type(error).__name__}: {error}).")
+            return
         torch.autograd.backward(losses)
-        reference = whole_gradients(list(self.leaves), names)
         floor = 1e-6 * max(float(g.abs().max()) if g.numel() else 0.0 for g in reference.values())
         for node, parts in self.leaves.items():
             whole = reference[node]
@@ -273,11 +312,9 @@ class Lockstep:
         return self.deal.local(flat, self.ax.of(node), rank) if node in self.flow.cut else flat
 
 
-def unwritten(node: fx.Node) -> bool:
-    """Whether some of a value may be memory nothing was written to yet."""
-    if node.meta["op"] in ("empty", "new_empty", "empty_like"):
-        return True
-    return node.meta["op"] in ("__getitem__", "view", "expand", "transpose", "alias") and unwritten(node.args[0])  # type: ignore[arg-type]
+def writable(value: torch.Tensor) -> torch.Tensor:
+    """The value in memory of its own, since its op may need what it returned for its gradient; views share theirs."""
+    return value if value._base is not None or not value.requires_grad else value.clone()
 
 
 def writes_leaf(node: fx.Node, value: Callable[[fx.Node], torch.Tensor]) -> bool:
@@ -355,25 +392,3 @@ def relative(value: torch.Tensor, want: torch.Tensor, whole: torch.Tensor, floor
         return float("inf")
     scale = whole[torch.isfinite(whole)].abs().max().item() if torch.isfinite(whole).any() else 0.0
     return (difference.max().item() if difference.numel() else 0.0) / max(scale, floor, 1e-30)
-
-
-def whole_gradients(leaves: list[fx.Node], weights: list[tuple[fx.Node, torch.Tensor]]) -> dict[fx.Node, torch.Tensor]:
-    """The gradients of the whole model for the same sum of outputs: those the capture's own autograd graph gives."""
-    tensors = [node.meta["val"] for node in leaves]
-    total: Any = sum((node.meta["val"] * w).sum() for node, w in weights)
-    grads = torch.autograd.grad(total, tensors, allow_unused=True, retain_graph=True)
-    pairs = zip(zip(leaves, tensors, strict=True), grads, strict=True)
-    return {n: g.to_dense() if g is not None else torch.zeros_like(p) for (n, p), g in pairs}
-
-
-def masked_lookup(table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, node: fx.Node) -> torch.Tensor:
-    """Rows this rank has, zeros for the others'."""
-    place = torch.full((int(rows.max()) + 2,), -1, dtype=torch.long)
-    place[rows] = torch.arange(len(rows))
-    local = place[ids.clamp(max=len(place) - 1)]
-    padding = node.kwargs.get("padding_idx", node.args[2] if len(node.args) > 2 else -1)
-    held = local >= 0
-    out = torch.nn.functional.embedding(local.clamp(min=0), table)
-    if isinstance(padding, int) and padding >= 0:
-        out = torch.where((ids == padding)[..., None], out.detach(), out)
-    return out * held[..., None]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import fx
 
 
 class _Ranks(torch.autograd.Function):
@@ -114,3 +115,25 @@ def all_gather(values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor
 def reduce_scatter(values: list[torch.Tensor], indices: list[tuple[int, torch.Tensor, int]]) -> list[torch.Tensor]:
     """reduce_scatter: of the sum each rank takes its slice forward; slices joined backward."""
     return scatter(reduce(values), indices)
+
+
+def masked_lookup(table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, node: fx.Node) -> torch.Tensor:
+    """Rows this rank has, zeros for the others'."""
+    place = torch.full((int(rows.max()) + 2,), -1, dtype=torch.long)
+    place[rows] = torch.arange(len(rows))
+    local = place[ids.clamp(max=len(place) - 1)]
+    padding = node.kwargs.get("padding_idx", node.args[2] if len(node.args) > 2 else -1)
+    held = local >= 0
+    out = torch.nn.functional.embedding(local.clamp(min=0), table)
+    if isinstance(padding, int) and padding >= 0:
+        out = torch.where((ids == padding)[..., None], out.detach(), out)
+    return out * held[..., None]
+
+
+def whole_gradients(leaves: list[fx.Node], weights: list[tuple[fx.Node, torch.Tensor]]) -> dict[fx.Node, torch.Tensor]:
+    """The gradients of the whole model for the same sum of outputs: those the capture's own autograd graph gives."""
+    tensors = [node.meta["val"] for node in leaves]
+    total: Any = sum((node.meta["val"] * w).sum() for node, w in weights)
+    grads = torch.autograd.grad(total, tensors, allow_unused=True, retain_graph=True)
+    pairs = zip(zip(leaves, tensors, strict=True), grads, strict=True)
+    return {n: g.to_dense() if g is not None else torch.zeros_like(p) for (n, p), g in pairs}

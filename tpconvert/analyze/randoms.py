@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -143,6 +144,17 @@ def random_nodes(flow: Flow, training: Any) -> Iterable[fx.Node]:
                 yield node
         elif is_random(op):
             yield node
+
+
+def drew(node: fx.Node) -> bool:
+    """Whether an op that returns one tensor drew it while it was recorded."""
+    op = node.meta["op"]
+    return op.rstrip("_") not in DROPS and isinstance(node.meta["val"], torch.Tensor) and _draws_always(op)
+
+
+@lru_cache
+def _draws_always(op: str) -> bool:
+    return op != "scaled_dot_product_attention" and is_random(op)
 
 
 def _in_evaluation(node: fx.Node) -> bool:

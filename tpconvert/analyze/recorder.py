@@ -29,6 +29,9 @@ CONCRETE = QUESTIONS | {"__len__", "__hash__"}
 EXPORTS = frozenset(["untyped_storage", "storage", "__dlpack__", "__array__", "data_ptr"])
 """Give the memory itself away, to code that no mode sees."""
 
+UNFILLED = frozenset(["empty", "empty_like", "new_empty", "empty_strided"])
+"""Give memory that nothing was written to; with values it holds zeros, the same at every run."""
+
 DATA_SHAPED = frozenset(["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"])
 """Ops whose result has a shape that hangs on values."""
 
@@ -199,6 +202,8 @@ class Recorder(TorchFunctionMode):
         if self.values and is_inplace(name, kwargs):
             self.map((tuple(args), kwargs))  # a buffer met here first has the value it had before
         out = self.shadow.execute(self, func, name, args, kwargs) if self.shadow is not None else func(*args, **kwargs)
+        if self.values and name in UNFILLED:
+            out.zero_()
         if watches(func, name):
             watch(self, func, name, args, kwargs)
         if name in CONCRETE or name == ".grad_fn":

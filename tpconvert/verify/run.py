@@ -237,7 +237,7 @@ def emulate_module(
     checks += [Check("output", d.name, d.error, bound, "eval") for d in emulation.outputs]
     checks += [Check("gradient", d.name, d.error, bound, "eval") for d in emulation.gradients]
     parted = next((d.module for d in emulation.forward if not d.error <= bound), "")
-    return Result(tuple(checks), tolerance, parted)
+    return Result(tuple(checks), tolerance, parted, tuple(emulation.notes))
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------
