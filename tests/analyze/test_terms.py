@@ -336,3 +336,15 @@ def test_grouped_heads_are_dealt_by_layout_as_by_index(tp: int, kv: int, rep: in
             assert mine == deal.index(t, rank).tolist()
     held = [i for r in range(tp) for i in deal.index(query, r).tolist()]
     assert sorted(held) == list(range(kv * rep * width))
+
+
+def test_a_dim_that_is_refined_again_and_again_stays_shallow() -> None:
+    """Windows that overlap: the dim shifted by one is the dim itself."""
+    dim = V(6000)
+    rest = dim
+    for _ in range(2999):
+        _, rest = cut(rest, 2)
+    assert len(segments(dim)) == 3000 and len(leaves(dim)) == 3000
+    other = V(6000)
+    unify(dim, other)
+    assert find(other) is find(dim)

@@ -81,7 +81,19 @@ def atoms(term: Term) -> list[Term]:
 def segments(term: Term) -> list[Term]:
     """The sum normal form."""
     term = find(term)
-    return [s for part in term.parts for s in segments(part)] if term.kind == "S" else [term]
+    if term.kind != "S":
+        return [term]
+    out, left, nested = [], [*term.parts[::-1]], False
+    while left:
+        part = find(left.pop())
+        if part.kind == "S":
+            left += part.parts[::-1]
+            nested = True
+        else:
+            out.append(part)
+    if nested:  # what was refined again and again would lie ever deeper
+        term.parts = tuple(out)
+    return out
 
 
 def leaves(term: Term) -> set[Term]:
@@ -91,7 +103,7 @@ def leaves(term: Term) -> set[Term]:
         if atom.kind == "V":
             out.add(atom)
         else:
-            for part in atom.parts:
+            for part in segments(atom):
                 out |= leaves(part)
     return out
 
@@ -192,7 +204,7 @@ def _merge(x: Term, y: Term) -> None:
         unify(segments(x)[-1], rest)
         x, y = find(x), find(y)
         if x is not y and x.kind == "S":
-            x.ref = y
+            _bind(x, y)
 
 
 def _bind(atom: Term, term: Term) -> None:
@@ -202,7 +214,7 @@ def _bind(atom: Term, term: Term) -> None:
 
 
 def _occurs(atom: Term, term: Term) -> bool:
-    return any(a is atom or (a.kind == "S" and any(_occurs(atom, s) for s in a.parts)) for a in atoms(term))
+    return any(a is atom or (a.kind == "S" and any(_occurs(atom, s) for s in segments(a))) for a in atoms(term))
 
 
 def products(terms: Sequence[Term]) -> tuple[set[Term], set[tuple[Term, Term]]]:
