@@ -7,14 +7,11 @@ entries; children stay calls, so that their own hooks and parallel layers run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Set
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
-from torch.overrides import resolve_name
 
 from tpconvert.analyze.axes import is_many, stops_gradient
 from tpconvert.analyze.capture import Call
@@ -23,13 +20,10 @@ from tpconvert.analyze.edits import spell
 from tpconvert.analyze.emulate import is_local
 from tpconvert.analyze.flow import Flow, Placed
 from tpconvert.analyze.provenance import Int, dims_read, evaluate, reads_shape
+from tpconvert.analyze.spelling import UnsupportedError, constant, target_name
 from tpconvert.analyze.terms import P, Term, blocks, leaves
 from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Rewrite
-
-
-class UnsupportedError(Exception):
-    """This forward cannot be written as data, for this reason."""
 
 
 def rewrite(
@@ -84,7 +78,7 @@ class _Writer:
                 number += 1
         self.check(last=True)
         signature = dict.fromkeys(self.call.inputs, "tensor")
-        signature |= {slot: {"const": _constant(value)} for slot, value in self.call.constants.items()}  # type: ignore[dict-item]
+        signature |= {slot: {"const": constant(value)} for slot, value in self.call.constants.items()}  # type: ignore[dict-item]
         return Rewrite(self.call.module, why, signature, tuple(self.nodes), self.encode(self.call.result))
 
     # -- checks: what must be as it was recorded ----------------------------------------------------------
@@ -161,7 +155,7 @@ class _Writer:
 
     def plain(self, node: fx.Node, number: int) -> None:
         args, kwargs = self.arguments(node, number)
-        target = _target(node)
+        target = target_name(node)
         if node in self.ax.splits and is_local(self.flow, node):
             dim = self.ax.splits[node]
             sizes = [self.local(d[dim], d[dim].n) for d in self.ax.dims[node]]
@@ -265,7 +259,7 @@ class _Writer:
                     )
                 }
             if (number, path) in self.training:
-                return {"$": self.add("training_else", args=[_constant(self.training[number, path]), _constant(tree)])}
+                return {"$": self.add("training_else", args=[constant(self.training[number, path]), constant(tree)])}
             if isinstance(tree, tuple | list):
                 inner = [encode(t, (*path, i)) for i, t in enumerate(tree)]
                 return {"tuple": inner} if isinstance(tree, tuple) else inner
@@ -324,20 +318,32 @@ class _Writer:
             return {"dict": {k: self.encode(v, user) for k, v in tree.items()}}
         if isinstance(tree, slice):
             return {"slice": [self.encode(t, user) for t in (tree.start, tree.stop, tree.step)]}
-        return _constant(tree)
+        return constant(tree)
 
     def size(self, expr: Any, value: int) -> Any:
         """An integer made from shapes is made from them again; one made from attributes alone stays what it was."""
         if not reads_shape(expr):
             return value
         if expr[0] == "dim" and expr[1] in self.flow.cut and leaves(self.ax.of(expr[1])[expr[2]]) & self.flow.cut_atoms:
-            return expr[1].meta["shape"][expr[2]]  # the whole size: where a part is meant, the op's sizes say so
+            return self.whole_size(expr[1], expr[2])
         if expr[0] == "dim":
             if expr[1] not in self.names and expr[1].meta["op"] != "parameter":
                 raise UnsupportedError("its forward uses a size of a tensor it was not given")
             return {"$": self.add("size", args=[{"$": self.name(expr[1])}, expr[2]])}
         sides = [self.size(e, e if isinstance(e, int) else _whole(e, self.ax)) for e in expr[1:]]
         return {"$": self.add("call", target=f"operator.{expr[0].__name__}", args=sides, kwargs={})}
+
+    def whole_size(self, node: fx.Node, dim: int) -> Any:
+        """The whole size of a cut dim, for any size of the inputs; where a part is meant, the op's sizes say so."""
+        term = self.ax.of(node)[dim]
+        period = self.ax.period(term)
+        if period is None or period.n == term.n:
+            return term.n
+        if node not in self.names:
+            raise UnsupportedError("its forward uses a size of a tensor it was not given")
+        here = {"$": self.add("size", args=[{"$": self.name(node)}, dim])}
+        outer = self.add("call", target="operator.floordiv", args=[here, self.local(period, period.n)], kwargs={})
+        return {"$": self.add("call", target="operator.mul", args=[{"$": outer}, period.n], kwargs={})}
 
 
 def _dtype_source(node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -363,35 +369,3 @@ def _whole(expr: Any, ax: Any) -> int:
         return int(held if a.item is None else held[a.item])
 
     return evaluate(expr, value, lambda node, i: int(node.meta["shape"][i]))
-
-
-def _target(node: fx.Node) -> str:
-    op = node.meta["op"]
-    if op.startswith("."):
-        return f"torch.Tensor.{op[1:]}"
-    name = resolve_name(node.target) or ""  # type: ignore[arg-type]
-    if not name.startswith("torch."):
-        name = f"torch.nn.functional.{op}" if hasattr(F, op) else f"torch.{op}" if hasattr(torch, op) else ""
-    if not name and getattr(node.target, "__module__", "") == "torch._C._nn" and hasattr(torch.ops.aten, op):
-        name = f"torch.ops.aten.{op}"  # kernels of torch that it lists by no other name
-    if not name:
-        raise UnsupportedError(f"its forward calls {op}, which is no op of torch")
-    return name
-
-
-def _constant(value: Any) -> Any:
-    if value is ...:
-        return {"ellipsis": 1}
-    if isinstance(value, bool | int | str) or value is None:
-        if isinstance(value, str) and value.startswith("<"):
-            raise UnsupportedError(f"its forward is given {value}")
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": str(value)}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": 1}
-    if isinstance(value, torch.memory_format):
-        return {"memory_format": str(value).removeprefix("torch.")}
-    raise UnsupportedError(f"its forward is given a {type(value).__name__}")
