@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from tpconvert.analyze.copies import copied
 from tpconvert.analyze.entering import Entered
 from tpconvert.analyze.trees import map_tensors
-from tpconvert.analyze.unseen import transforming
 from tpconvert.checkpoint.pieces import gather_pieces, take_pieces
-from tpconvert.errors import NotRunError, TPConvertError, VerifyError
+from tpconvert.errors import NotRunError, PlanError, TPConvertError, VerifyError
 from tpconvert.parallel import Mesh, clip_grad_norm_, parallelize
 from tpconvert.parallel.collectives import summed
 from tpconvert.planning.slices import divided
@@ -25,6 +24,7 @@ from tpconvert.source.blame import told
 from tpconvert.spec.plan import Plan
 from tpconvert.verify.dtypes import dtype_of, generators, precision
 from tpconvert.verify.modes import Exact, Widened, call, loss_of, perturb, takes_gradients, tensors_of
+from tpconvert.verify.recording import Record, Recording
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
 from tpconvert.verify.sizes import other_size
 from tpconvert.verify.values import UNEQUAL, form, largest, relative
@@ -68,10 +68,6 @@ def compare_on_rank(
     return Result(tuple(pair.checks), tolerance, pair.parted, tuple(pair.notes)) if mesh.rank == 0 else None
 
 
-Record = dict[tuple[str, str], Tensor]
-"""Path of a module, slot of its output -> value."""
-
-
 class _Pair:
     """The two models, and what was found."""
 
@@ -95,7 +91,6 @@ class _Pair:
         self.notes: list[str] = []
         self.parted = ""
         self.drops = False
-        self.takes_gradients = takes_gradients(copied(whole), inputs, self.dtype)  # which may keep what it saw
 
     def add(self, kind: str, name: str, error: float, mode: str, bound: float | None = None) -> None:
         self.checks.append(Check(kind, name, error, self.bound if bound is None else bound, mode))
@@ -172,7 +167,12 @@ class _Pair:
                         f"Another batch size and length were not tried: the model does not take them ({told(error)})."
                     )
                     return
-                self.outputs(whole, self.run(self.local), "other size")
+                try:
+                    local = self.run(self.local)
+                except PlanError as error:
+                    self.note(f"Another batch size and length were not tried: the plan refuses them ({error.message})")
+                    return
+                self.outputs(whole, local, "other size")
         finally:
             self.inputs = kept
 
@@ -180,11 +180,12 @@ class _Pair:
         """Outputs, loss and gradients in one mode, without dropout; but its rates must be the same."""
         runs = []
         records: list[Record] = [{}, {}]
-        entered = [Entered(self.inputs, self.takes_gradients) for _ in records]
+        takes = takes_gradients(copied(self.whole), self.inputs, self.dtype, mode == "train")  # it may keep what it saw
+        entered = [Entered(self.inputs, takes) for _ in records]
         for module, record, given in zip((self.whole, self.local), records, entered, strict=True):
             module.train(mode == "train")
             module.zero_grad(set_to_none=True)
-            with self.exact() as running, _Recording(module, record):
+            with self.exact() as running, Recording(module, record):
                 output = self.run(module, given.tree)
                 runs.append((output, self.loss(module, output), running.rates))
         (whole, whole_loss, rates), (local, local_loss, local_rates) = runs
@@ -195,7 +196,13 @@ class _Pair:
             self.add("dropout rates", "every dropout", self.over_ranks(0.0 if rates == local_rates else UNEQUAL), mode)
         self.part(records)
         with self.exact():
-            whole_loss.backward()
+            try:
+                whole_loss.backward()
+            except Exception as error:  # a backward of its own may be for training alone
+                if mode == "train":
+                    raise
+                self.note(f"The whole model has no gradients in {mode} mode ({told(error)}).")
+                return
             local_loss.backward()
         self.gradients(mode)
         self.input_gradients(mode, *entered)
@@ -339,34 +346,6 @@ class _Pair:
         worst = torch.tensor([error if error == error else UNEQUAL], dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.mesh.group)
         return float(worst)
-
-
-class _Recording:
-    """Keeps each module's first output, in order of return."""
-
-    def __init__(self, module: nn.Module, record: Record) -> None:
-        self.module, self.record = module, record
-
-    def __enter__(self) -> None:
-        def hook(path: str) -> Any:
-            def keep(module: nn.Module, args: Any, output: Any) -> None:
-                if transforming():
-                    return  # tensors of torch.vmap cannot leave it
-                for slot, tensor in tensors_of(output):
-                    if tensor.is_floating_point():
-                        self.record.setdefault((path, slot), tensor.detach().clone())
-
-            return keep
-
-        self.handles = [
-            part.register_forward_hook(hook(path))
-            for path, part in self.module.named_modules()
-            if not isinstance(part, torch.jit.ScriptModule)  # which takes no hooks
-        ]
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self.handles:
-            handle.remove()
 
 
 def _named(source: Any) -> dict[str, Tensor]:

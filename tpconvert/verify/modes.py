@@ -162,8 +162,9 @@ def call(module: nn.Module, inputs: Any) -> Any:
     return module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
 
 
-def takes_gradients(module: nn.Module, inputs: Any, dtype: torch.dtype) -> bool:
+def takes_gradients(module: nn.Module, inputs: Any, dtype: torch.dtype, training: bool = False) -> bool:
     """Whether a model runs on inputs that have a gradient; a forward may do to them what cannot be differentiated."""
+    module.train(training)
     buffers = {n: b.clone() for n, b in module.named_buffers()}
     try:
         with Exact(dtype), torch.random.fork_rng(devices=[]):
