@@ -39,6 +39,24 @@ def test_what_torch_functions_do_not_show_is_related_all_the_same() -> None:
     assert disagreement(Hidden().eval(), {"x": floats(3, 22)}) == []
 
 
+class Cast(nn.Module):
+    """A matrix that is cast where it is used, and a bias that is given the shape of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(22, 22), nn.Linear(22, 22)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return nn.functional.linear(h.float(), self.b.weight.float()) + self.b.bias.expand_as(h)
+
+
+def test_what_is_made_of_a_parameter_alone_counts_as_it() -> None:
+    module, inputs = Cast().eval(), {"x": floats(3, 22)}
+    assert disagreement(module, inputs) == []
+    assert ("a.weight", "b.weight") in of_trace(module, inputs)
+
+
 def test_a_relation_that_one_of_them_misses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     missed, made_up = ("a.weight", "b.weight"), ("b.weight", "a.weight")
     seen = of_trace(Hidden().eval(), {"x": floats(3, 22)})

@@ -19,20 +19,43 @@ from tpconvert.analyze.capture import capture
 Relations = frozenset[tuple[str, str]]
 
 
+SIZED = ("expand_as", "view_as", "reshape_as", "type_as")
+"""Ops that take the shape or the dtype of their second operand, and none of its values."""
+
+
 def relations(order: Iterable[fx.Node], names: Mapping[fx.Node, str], outputs: Iterable[fx.Node]) -> Relations:
-    """``(first, second)``: a value that hangs on parameter ``first`` meets parameter ``second`` in an op."""
+    """``(first, second)``: a value that hangs on parameter ``first`` meets parameter ``second`` in an op.
+
+    What is computed from parameters alone (a cast, a transposed weight) counts as those parameters: one graph has such
+    ops where the other has none.
+    """
     reach: dict[fx.Node, frozenset[str]] = {}
+    alone: dict[fx.Node, frozenset[str]] = {}
     found: set[tuple[str, str]] = set()
     for node in order:
         if node in names:
-            reach[node] = frozenset([names[node]])
+            alone[node] = frozenset([names[node]])
             continue
-        operands = [n for n in node.all_input_nodes if n in reach]
-        reach[node] = frozenset().union(*(reach[n] for n in operands)) if operands else frozenset()
-        own = {names[n] for n in operands if n in names}
-        found |= {(a, b) for b in own for a in reach[node] if a != b}
-    found |= {(a, "output") for n in outputs for a in reach.get(n, ())}
+        operands = _values_of(node)
+        own = frozenset[str]().union(*(alone[n] for n in operands if n in alone))
+        found |= {(a, b) for a in own for b in own if a != b}
+        if own and all(n in alone for n in operands if n in alone or n in reach):
+            alone[node] = own
+            continue
+        given = frozenset[str]().union(*(reach[n] for n in operands if n in reach))
+        found |= {(a, b) for a in given for b in own if a != b}
+        reach[node] = given | own
+    found |= {(a, "output") for n in outputs for a in reach.get(n, alone.get(n, ()))}
     return frozenset(found)
+
+
+def _values_of(node: fx.Node) -> list[fx.Node]:
+    """The operands of which an op reads values."""
+    schema = getattr(node.target, "_schema", None)
+    op = schema.name.partition("::")[2] if schema is not None else str(node.meta.get("op", ""))
+    if op.endswith("_like") or op.startswith("new_"):
+        return []
+    return node.all_input_nodes[:1] if op in SIZED else node.all_input_nodes
 
 
 def of_trace(module: nn.Module, inputs: Mapping[str, Any]) -> Relations:
