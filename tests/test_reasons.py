@@ -23,7 +23,7 @@ REASON_AT = {
 """The functions that take a reason, and which of their arguments it is."""
 INNER = frozenset(["x: x", "x: x, and its forward cannot be written anew: x", "it is seen through"])
 """Texts that only join others, or that nobody sees."""
-NAMED = frozenset(["why", "WHY", "HOOK", "FUNCTION", "DIFFERENTIATED", "DEAR"])
+NAMED = frozenset(["why", "WHY", "HOOK", "FUNCTION", "DIFFERENTIATED", "DEAR", "JOINED"])
 """The names that a reason is given before it is used."""
 HELD_IN = frozenset(["rejected", "out", "forbidden"])
 """The dicts that hold reasons by axis."""

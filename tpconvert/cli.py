@@ -80,7 +80,11 @@ def plan_options(function: F) -> F:
     for option in (
         click.option("--rules", multiple=True, metavar="FILE", help="More rules, in TOML; may be repeated."),
         click.option(
-            "--set", "overrides", multiple=True, metavar="PATTERN=whole", help="Leave whole; may be repeated."
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="PATTERN=whole",
+            help="Leave whole; PATTERN=gathered cuts layers that would stay whole by themselves. May be repeated.",
         ),
         click.option(
             "--tp", type=click.IntRange(min=1), metavar="N", help="The degree: how many ranks share the model."

@@ -12,6 +12,8 @@ from typing import Any
 
 Tell = Callable[[dict[str, Any]], None]
 TP = 2
+GATHERED = ("*=gathered",)
+"""Layers that no axis runs through are cut by themselves."""
 LONG = 8.0
 """CPU seconds: what takes longer to build, plan and check at tp=2 is not planned for at further degrees."""
 
@@ -50,7 +52,7 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     linear = facts.linear_like(module)
     start = time.monotonic()
     try:
-        plan = make_plan(copied(module), inputs, tp=TP)
+        plan = make_plan(copied(module), inputs, tp=TP, overrides=GATHERED)
     except TPConvertError as error:
         return tell({"outcome": "refused", "why": f"{type(error).__name__}: {error}"})
     except Exception as error:
@@ -79,7 +81,7 @@ def _at_degree(module: Any, inputs: Any, tp: int) -> dict[str, Any]:
     from tpconvert.planning import make_plan
 
     try:
-        plan = make_plan(copied(module), inputs, tp=tp)
+        plan = make_plan(copied(module), inputs, tp=tp, overrides=GATHERED)
     except TPConvertError as error:
         return {"outcome": "refused", "why": f"{type(error).__name__}: {error}"}
     except Exception as error:

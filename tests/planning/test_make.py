@@ -130,7 +130,7 @@ def test_an_override_that_matches_nothing_names_the_nearest_parameter() -> None:
 
 
 def test_an_override_that_asks_for_something_unknown_says_what_is_known() -> None:
-    assert "only PATTERN=whole is known" in refused(RuleError, overrides=["core.gate.weight=cut"])
+    assert "only PATTERN=whole and PATTERN=gathered are known" in refused(RuleError, overrides=["core.gate.weight=cut"])
 
 
 @pytest.mark.parametrize(

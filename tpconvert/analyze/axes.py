@@ -11,7 +11,7 @@ made late reaches facts stated early.  The kinds of fact:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ from tpconvert.analyze.terms import P, Term, UnalignedError, V, atoms, cut, find
 from tpconvert.analyze.unseen import storage_of
 
 Dims = list[Term]
+JOINED = "the layer it is from is cut by itself and put together again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,12 @@ class Rule:
 class Axes:
     """The terms and facts of one trace."""
 
-    def __init__(self, trace: Trace, rules: dict[str, Rule]) -> None:
+    def __init__(self, trace: Trace, rules: dict[str, Rule], joined: Set[str] = frozenset()) -> None:
         self.trace, self.rules = trace, rules
+        self.joined = joined
+        """Modules whose results are put together where they are returned: what uses them sees dims of its own."""
+        self.parts: dict[fx.Node, Dims] = {}
+        """The dims of such results before they are put together."""
         self.dims: dict[fx.Node, Any] = {}
         """Node -> the term of each dim; for an op with several results, a list of those."""
         self.blocks: list[tuple[Term, Blocked]] = []
@@ -89,6 +94,10 @@ class Axes:
         self.bound: dict[fx.Node, dict[str, Any]] = {}
         for node in trace.nodes:
             self._visit(node)
+            if self._is_joined(node):
+                self._join(node)
+        beyond = [(t, Blocked(n, JOINED)) for n in self.parts for t in self.of(n)]
+        self.dims |= self.parts
         for node in trace.read:
             self.block(flat(self.dims[node]), node, "Python reads its values")
         for node in trace.parameters.values():
@@ -97,6 +106,10 @@ class Axes:
             ):
                 self.block(self.of(node), node, HOOK)
         self._resolve()
+        for term, blocked in beyond:
+            for atom in leaves(term):
+                if not self.blocked.get(atom):
+                    self.blocked[atom].append(blocked)
 
     # -- used by rules ------------------------------------------------------------------------------------
 
@@ -228,6 +241,24 @@ class Axes:
             out = self.opaque(node, f"its rule gives sizes {got} where it returned {expected}")
         return out if is_many(out) or isinstance(node.meta["val"], torch.Tensor) else [out]
 
+    def _is_joined(self, node: fx.Node) -> bool:
+        call = node.meta["call"]
+        return call is not None and call.module in self.joined and node in call.outputs.values() and is_float(node)
+
+    def _join(self, node: fx.Node) -> None:
+        """Give what uses a result other dims in place of those that are its module's own."""
+        call, own = node.meta["call"], set[Term]()
+        pending = [node]
+        while pending:
+            for operand in pending.pop().all_input_nodes:
+                if operand.meta["op"] == "parameter":
+                    own |= {a for t in self.of(operand) for a in leaves(t)}
+                elif operand.meta["call"] is call:
+                    pending.append(operand)
+        own -= {a for n in call.inputs.values() for t in self.of(n) for a in leaves(t)}
+        self.parts[node] = self.of(node)
+        self.dims[node] = [V(t.n) if leaves(t) & own else t for t in self.of(node)]
+
     # -- resolving ----------------------------------------------------------------------------------------
 
     def _resolve(self) -> None:
@@ -302,6 +333,11 @@ def inplace_target(node: fx.Node) -> fx.Node | None:
         return None
     target = node.kwargs.get("out") or node.args[0]
     return target if isinstance(target, fx.Node) else None
+
+
+def is_float(node: fx.Node) -> bool:
+    """Whether a value is one tensor of floating numbers."""
+    return isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].is_floating_point()
 
 
 def is_many(dims: Any) -> bool:

@@ -12,7 +12,7 @@ would look cheap to cut head_dim and sum the scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -118,7 +118,10 @@ def _without_dear(
 
 
 def _worth(ax: Axes, tp: int, chosen: list[Candidate], inline: frozenset[fx.Node], early: frozenset[str]) -> float:
-    """What a choice saves, less what its collectives cost: elements sent, and a start each; -inf where it cannot be."""
+    """What a choice saves, less what its collectives cost: elements sent, and a start each; -inf where it cannot be.
+
+    A parameter that is cut saves a product for each token, and so does a product of two values (attention's scores).
+    """
     try:
         flow = trace_flow(ax, _dealt(chosen, tp).shares, inline, early)
     except ConflictError:
@@ -126,13 +129,38 @@ def _worth(ax: Axes, tp: int, chosen: list[Candidate], inline: frozenset[fx.Node
     rows, sequence = _tokens(ax)
     even = _break_even(ax)
     sent = sum(_elements(ax, p.node, sequence) / rows + START * even for p in flow.placed)
-    return sum(c.parameters for c in chosen) - sent * even
+    shared = sum(_products(ax, term, node, sequence) for term, node in _of_values(ax) if node in flow.cut)
+    return sum(c.parameters for c in chosen) + shared / rows - sent * even
+
+
+def _of_values(ax: Axes) -> Iterator[tuple[Term, fx.Node]]:
+    """``(dim summed over, op)`` of each product of values that no parameter takes part in."""
+    for term, node in ax.contracts:
+        if len(node.all_input_nodes) > 1 and not any(is_parameter(n) for n in node.all_input_nodes):
+            yield term, node
+    for node in ax.trace.nodes:
+        if node.meta["op"] == "scaled_dot_product_attention":
+            yield ax.of(ax.bound[node]["key"])[-2], node
+            yield ax.of(ax.bound[node]["key"])[-2], node  # its scores, and its values weighted by them
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Whether a value is a parameter, cast or reshaped."""
+    while len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return bool(node.meta["op"] == "parameter")
+
+
+def _products(ax: Axes, term: Term, node: fx.Node, sequence: set[Term]) -> float:
+    """How many products an op adds up, at a realistic length."""
+    return _elements(ax, node, sequence) * (TOKENS if leaves(term) & sequence else term.n)
 
 
 def _candidates(ax: Axes, tp: int, rejected: dict[Term, str]) -> list[Candidate]:
     rows = _tokens(ax)
     found = []
-    outputs = {a for n in ax.trace.outputs.values() for t in flat(ax.dims[n]) for a in leaves(t)}
+    leaving = [*ax.trace.outputs.values(), *ax.parts]
+    outputs = {a for n in leaving for t in flat(ax.dims[n]) for a in leaves(t)}
     for atom, carriers in ax.carriers.items():
         if atom in rejected or find(atom) is not atom:
             continue
@@ -262,9 +290,29 @@ def _sent(ax: Axes, atom: Term, tokens: tuple[float, set[Term]]) -> float:
         if any(atom in leaves(t) for t in ax.of(node)):
             nodes.add(node)
     total = 0.0
-    for node in nodes:
+    for node in nodes - ax.parts.keys():
         total += _elements(ax, node, sequence) / rows
+    for node in ax.parts:
+        if any(atom in leaves(t) for t in ax.of(node)):
+            total += _joining(ax, node, tokens)
     return total
+
+
+def joining_pays(ax: Axes, weight: fx.Node, result: fx.Node) -> bool:
+    """Whether a layer is worth cutting by itself: a rank's part of its weight for a gather of what it returns."""
+    sent = _joining(ax, result, _tokens(ax))
+    return math.prod(weight.meta["shape"]) > sent * _break_even(ax)
+
+
+def _joining(ax: Axes, result: fx.Node, tokens: tuple[float, set[Term]]) -> float:
+    """Elements sent per token to cut a layer by itself, in those of a sum forward and one backward.
+
+    A gather forward sends half of what a sum does and nothing backward; the gradient of what the layer is given is
+    summed.  And a collective more has to start.
+    """
+    rows, sequence = tokens
+    given = max((_elements(ax, n, sequence) for n in result.meta["call"].inputs.values()), default=0.0)
+    return _elements(ax, result, sequence) / rows / 4 + given / rows / 2 + START * _break_even(ax)
 
 
 def _elements(ax: Axes, node: fx.Node, sequence: set[Term]) -> float:

@@ -17,7 +17,16 @@ from torch import fx
 from tpconvert.analyze.axes import Axes
 from tpconvert.analyze.backward import Backward, slice_of
 from tpconvert.analyze.capture import Call
-from tpconvert.analyze.forward import check_once, check_sums, gather_outputs, is_zero, make_local, scatter_wholes, walk
+from tpconvert.analyze.forward import (
+    check_once,
+    check_sums,
+    gather_outputs,
+    is_zero,
+    join_parts,
+    make_local,
+    scatter_wholes,
+    walk,
+)
 from tpconvert.analyze.states import ConflictError, Flow, Host, Hosts, Placed, involved
 from tpconvert.analyze.terms import Term
 
@@ -38,6 +47,7 @@ def trace_flow(
     flow = Flow(ax, frozenset(cut_atoms), inline, early)
     hosts = Hosts(ax)
     check_sums(flow)
+    join_parts(flow, hosts)
     while walk(flow, hosts) or make_local(flow) or gather_outputs(flow, hosts):
         pass
     check_once(flow)

@@ -70,6 +70,18 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
     return _drop_stale(flow)
 
 
+def join_parts(flow: Flow, hosts: Hosts) -> None:
+    """Gather the results of modules that are cut by themselves, where they return them."""
+    for node in flow.ax.parts:
+        if not flow.atoms(node):
+            continue
+        host = hosts.output(node)
+        if host is None or len([t for t in flow.ax.of(node) if leaves(t) & flow.cut_atoms]) != 1:
+            raise ConflictError(flow.atoms(node), node, "its layer could not put it together where it returns it")
+        check_periods(flow, node)
+        flow.gathered[node] = Placed("gather", node, host, host.call)
+
+
 def _drop_stale(flow: Flow) -> bool:
     """Take back reduces of what is no pending sum any more, and gathers of what is not cut any more."""
     reduces = [n for n in flow.reduced if n not in flow.partial]

@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, get_args
 
 from torch import fx
@@ -131,7 +132,7 @@ class Planner:
         return written[0]
 
     def atoms_inside(self, path: str) -> set[Term]:
-        """The chosen atoms that the ops of a module's own forward carry."""
+        """The chosen atoms that the ops of a module's own forward carry, or that made the sums pending there."""
         out: set[Term] = set()
         for node in self.ax.trace.nodes:
             call = node.meta["call"]
@@ -139,7 +140,30 @@ class Planner:
                 for n in (node, *node.all_input_nodes):
                     if n in self.flow.cut or n in self.flow.partial or n in self.flow.gathered:
                         out |= self.flow.atoms(n)
+        out |= self.summed_over([p.node for p in self.flow.placed if p.host is None and _is_at(p.call, path)])
         return {c.atom for a, c in self.candidates.items() if a in out}
+
+    def summed_over(self, nodes: Iterable[fx.Node]) -> set[Term]:
+        """The cut atoms that values are sums over, from where each sum began."""
+        out: set[Term] = set()
+        pending = [n for n in nodes if n in self.flow.partial]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            out |= {a for t in self.contracting.get(node, ()) for a in leaves(t) & self.flow.cut_atoms}
+            for n in node.all_input_nodes:
+                if n in self.flow.partial and n not in self.flow.reduced and n not in seen:
+                    seen.add(n)
+                    pending.append(n)
+        return out
+
+    @cached_property
+    def contracting(self) -> dict[fx.Node, list[Term]]:
+        """Op -> the dims it sums over."""
+        out: dict[fx.Node, list[Term]] = defaultdict(list)
+        for term, node in self.ax.contracts:
+            out[node].append(term)
+        return out
 
     def touching(self, path: str) -> set[Term]:
         """The chosen atoms that a module's own forward carries or hands on, or that are closed at such values."""
@@ -335,6 +359,10 @@ class Planner:
 
 def _unused(name: str) -> Verdict:
     return Verdict(name, (), "", Layout(), "whole: the traced forward does not use it")
+
+
+def _is_at(call: Call | None, path: str) -> bool:
+    return call is not None and call.module == path
 
 
 def _position(placed: Placed) -> int:

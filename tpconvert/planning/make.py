@@ -33,6 +33,7 @@ from tpconvert.analyze.trees import map_tensors
 from tpconvert.errors import PlanError, RuleError, VerifyError
 from tpconvert.parallel.kept import refuse_converted
 from tpconvert.planning.held import hold
+from tpconvert.planning.layers import cut_parameters, whole_layers
 from tpconvert.planning.proof import Fault, prove_shapes
 from tpconvert.planning.reproduce import NotHeldError
 from tpconvert.planning.slices import sliced_once, with_slices
@@ -53,7 +54,9 @@ def make_plan(
 
     ``inputs`` are example inputs, a dict of keyword arguments or a tuple; their values matter only where the forward
     branches on them.  Parameters may be on meta.  ``overrides`` are ``PATTERN=whole``, patterns of parameter or module
-    names with ``*``; ``rules`` are TOML files that add op rules and patterns.  ``source`` is kept in the plan as it is.
+    names with ``*``, or ``PATTERN=gathered``: layers of these that would stay whole are cut by themselves, and what
+    they return is gathered; ``rules`` are TOML files that add op rules and patterns.  ``source`` is kept in the plan as
+    it is.
 
     Raises PlanError where nothing can be planned, RuleError for an override or rule that is wrong or matches
     nothing, SourceError where the forward fails.
@@ -95,18 +98,37 @@ class Planning:
         refuse_converted(module)
         self.module, self.inputs, self.tp, self.source = light(module), inputs, tp, source
         module = self.module
-        self.pinned = pinned_names(module, overrides)
+        named = named_by(module, overrides)
+        self.pinned, self.gathered = named["whole"], named["gathered"] - named["whole"]
         self.trace = captured(module, inputs, load_rules(rules))
         self.rules = rules
-        self.ax = Axes(self.trace, self.trace.rules)
-        self.classifier = Classifier(self.ax, load_patterns(rules))
-        self.training = Training(module, inputs, self.ax)
+        self.begin(Axes(self.trace, self.trace.rules))
+
+    def begin(self, ax: Axes) -> None:
+        """Know nothing but these axes."""
+        known = getattr(self, "training", None)
+        self.ax = ax
+        self.classifier = Classifier(ax, load_patterns(self.rules))
+        self.training = Training(self.module, self.inputs, ax, known)
         self.rewritten: dict[str, str] = {}
         self.forbidden: dict[Term, str] = self._policy()
         self.early: frozenset[str] = frozenset()
-        self.inline = frozenset(n for n in self.ax.lookups if not n.meta.get("layer"))
+        self.inline = frozenset(n for n in ax.lookups if not n.meta.get("layer"))
 
     def run(self) -> Plan:
+        """The plan that holds; layers that it leaves whole are then cut by themselves, where asked for and worth it."""
+        plan = self.settle()
+        layers = whole_layers(self.ax, plan, self.gathered)
+        if not layers:
+            return plan
+        self.begin(Axes(self.trace, self.trace.rules, layers))
+        try:
+            other = self.settle()
+        except PlanError:
+            return plan
+        return max(plan, other, key=cut_parameters)
+
+    def settle(self) -> Plan:
         """Draft and prove until a plan holds."""
         while True:
             choice = choose(
@@ -240,19 +262,23 @@ class eval_mode:
             m.training = training
 
 
-def pinned_names(module: nn.Module, overrides: Sequence[str]) -> set[str]:
-    """The parameters that ``PATTERN=whole`` overrides name, by their first names."""
+VALUES = ("whole", "gathered")
+
+
+def named_by(module: nn.Module, overrides: Sequence[str]) -> dict[str, set[str]]:
+    """The parameters that overrides name, by their first names, for each of :data:`VALUES`."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for source in (module.named_parameters, module.named_buffers):
         for name, tensor in source(remove_duplicate=False):
             names[name] = first.setdefault(id(tensor), name)
-    out: set[str] = set()
+    out: dict[str, set[str]] = {value: set() for value in VALUES}
     for text in overrides:
-        pattern, equals, value = text.partition("=")
-        if not equals or value != "whole":
+        pattern, _, value = text.partition("=")
+        if value not in VALUES:
             raise RuleError(
-                f"--set {text}: only PATTERN=whole is known.", hint="For example --set 'model.layers.*.mlp.*=whole'."
+                f"--set {text}: only PATTERN=whole and PATTERN=gathered are known.",
+                hint="For example --set 'model.layers.*.mlp.*=whole'.",
             )
         found = {
             first
@@ -265,7 +291,7 @@ def pinned_names(module: nn.Module, overrides: Sequence[str]) -> set[str]:
                 f"--set {text}: no parameter or buffer matches {pattern!r}.",
                 hint=f"Did you mean {near}?" if near else "",
             )
-        out |= found
+        out[value] |= found
     return out
 
 

@@ -49,7 +49,7 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
     Raises VerifyError where the recorded graph asks for another layout, another summed gradient or another
     collective than the plan has.
     """
-    ax = Axes(trace, load_rules(rules))
+    ax = Axes(trace, load_rules(rules), joined_in(plan))
     named = {
         _candidate(ax, axis, plan): axis.name
         for axis in plan.axes
@@ -73,6 +73,13 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
     for name in trace.parameters:
         _check(flow, plan, name, names)
     return Reproduced(Choice(chosen, flow, deal), names)
+
+
+def joined_in(plan: Plan) -> frozenset[str]:
+    """The modules whose results are put together where they return them, and whose axes are theirs alone."""
+    own = {a.name: a.parameters for a in plan.axes}
+    gathers = [b for b in plan.boundaries if b.kind == "gather" and b.side == "output" and b.blocks and b.module]
+    return frozenset(b.module for b in gathers if all(n.startswith(f"{b.module}.") for n in own.get(b.axis, ("",))))
 
 
 def _check(flow: Flow, plan: Plan, name: str, names: Mapping[Term, str]) -> None:

@@ -37,10 +37,13 @@ Differences = dict[str, dict[Any, Any] | None]
 class Training:
     """What later calls do otherwise than the captured ones."""
 
-    def __init__(self, module: nn.Module, inputs: Inputs, ax: Axes) -> None:
+    def __init__(self, module: nn.Module, inputs: Inputs, ax: Axes, known: Training | None = None) -> None:
         self.module, self.inputs, self.ax, self.trace = module, inputs, ax, ax.trace
         self.failure = ""
         """Why the forward could not be run in train mode."""
+        if known is not None:  # what was captured for other axes of the same trace
+            kept = ("failure", "other", "differences", "calls", "trained")
+            self.__dict__ |= {k: v for k, v in known.__dict__.items() if k in kept}
 
     def elsewhere(self) -> list[str]:
         """Modules whose forward takes another path in training."""

@@ -1,0 +1,119 @@
+"""Layers that no axis runs through are cut by themselves where asked for, and their results put together at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.equal import difference
+from tpconvert.planning import make_plan
+from tpconvert.spec.plan import Plan
+from tpconvert.verify import emulate_module
+
+WIDTH = 24
+
+
+class Between(nn.Module):
+    """A square layer between two norms, called twice, and a matrix stored the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.turned = Turned()
+        self.few = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.dense(self.norm(x)))
+        x = self.norm(self.dense(x).sin())
+        return self.norm(self.turned(x)) * self.few(x).softmax(-1)[..., :1]
+
+
+class Turned(nn.Module):
+    """(in, out), with the result of its product reshaped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = WIDTH
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.out)
+
+
+def built() -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    return Between(), {"x": torch.randn(2, 5, WIDTH)}
+
+
+def gathered(plan: Plan) -> list[tuple[str, str]]:
+    return [(b.module, b.side) for b in plan.boundaries if b.kind == "gather"]
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_layer_between_norms_is_cut_and_put_together(tp: int, run_ranks: Callable[..., list[Any]]) -> None:
+    plan = make_plan(*built(), tp=tp, overrides=["*=gathered"])
+    assert {n: plan[f"{n}.weight"].layout.dim for n in ("dense", "turned", "few")} == {
+        "dense": 0, "turned": 1, "few": None,
+    }  # fmt: skip
+    assert gathered(plan) == [("dense", "output"), ("turned", "output")]
+    result = emulate_module(*built(), plan)
+    assert result.equal, result.verdict()
+    assert run_ranks(difference, tp, __name__, plan.dumps())[0] is None
+
+
+def test_a_layer_that_the_user_keeps_whole_stays_whole() -> None:
+    plan = make_plan(*built(), tp=2, overrides=["*=gathered", "dense.*=whole"])
+    assert gathered(plan) == [("turned", "output")]
+    assert plan["dense.weight"].reason.startswith("whole: ")
+
+
+class Router(nn.Module):
+    """Few columns from many: a sum of the wide gradient would cost more than they save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(96, 4), nn.Linear(96, 192), nn.Linear(192, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).sin()) * self.gate(x).softmax(-1).amax(-1, keepdim=True)
+
+
+def test_a_layer_that_is_not_worth_it_stays_whole() -> None:
+    plan = make_plan(Router(), {"x": torch.randn(2, 5, 96)}, tp=2, overrides=["*=gathered"])
+    assert not plan["gate.weight"].layout.cut
+    assert plan["up.weight"].layout.cut and gathered(plan) == []
+
+
+class Deep(nn.Module):
+    """A sum that no module returns reaches a norm that cannot be written anew; a matrix elsewhere is no part of it."""
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                return x / x.square().mean(-1, keepdim=True).sqrt() * self.weight
+            return x * x.square().mean(-1, keepdim=True).rsqrt() * self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = self.Norm(), nn.Linear(WIDTH, 96), nn.Parameter(torch.randn(96, WIDTH) * 0.1)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 48), nn.Tanh(), nn.Linear(48, WIDTH), nn.LayerNorm(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x > 1e9).any()):  # so that this forward is not written anew
+            x = x / 2
+        return self.mlp(self.norm(self.up(x).tanh() @ self.down))
+
+
+def test_what_is_given_up_for_a_sum_is_the_axis_it_is_over() -> None:
+    plan = make_plan(Deep(), {"x": torch.randn(2, 5, WIDTH)}, tp=2)
+    assert gathered(plan) == []
+    assert plan["mlp.0.weight"].layout.cut and plan["mlp.2.weight"].layout.cut
+    assert not plan["down"].layout.cut

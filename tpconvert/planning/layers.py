@@ -1,0 +1,55 @@
+"""Layers that no axis runs through, to be cut by themselves: columns whose results are put together at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+
+from torch import fx
+
+from tpconvert.analyze.axes import Axes, is_float
+from tpconvert.analyze.capture import Call
+from tpconvert.analyze.choose import joining_pays
+from tpconvert.spec.plan import Plan
+
+
+def whole_layers(ax: Axes, plan: Plan, named: Set[str]) -> frozenset[str]:
+    """Modules with a matrix among the ``named`` that a plan leaves whole and that would be worth it."""
+    if plan.tp == 1 or not named:
+        return frozenset()
+    whole = {v.name for v in plan.verdicts if not v.layout.cut and v.kind == "parameter" and len(v.shape) > 1} & named
+    parents = {c.parent for c in ax.trace.calls}
+    found: dict[str, bool] = {}
+    for _, node in ax.contracts:
+        call = node.meta["call"]
+        weight = _weight(node, whole)
+        if weight is None or call is None or call in parents or not call.module or call.module.startswith("?"):
+            continue
+        result = _result(call)
+        pays = result is not None and min(weight.meta["shape"]) >= plan.tp and joining_pays(ax, weight, result)
+        found[call.module] = found.get(call.module, True) and pays
+    return frozenset(m for m, pays in found.items() if pays)
+
+
+def cut_parameters(plan: Plan) -> int:
+    """How many parameters a plan cuts."""
+    return sum(math.prod(v.shape) for v in plan.verdicts if v.layout.cut and not v.tied_to)
+
+
+def _weight(node: fx.Node, whole: Set[str]) -> fx.Node | None:
+    """The whole matrix that a contraction reads, as it is, cast or transposed."""
+    for operand in node.all_input_nodes:
+        while len(operand.all_input_nodes) == 1:
+            operand = operand.all_input_nodes[0]
+        if operand.meta["op"] == "parameter" and operand.target in whole:
+            return operand
+    return None
+
+
+def _result(call: Call) -> fx.Node | None:
+    """The one value that a call returns and computed itself."""
+    made = dict.fromkeys(call.outputs.values())
+    if len(made) != 1:
+        return None
+    (node,) = made
+    return node if node.meta["call"] is call and is_float(node) else None
