@@ -1,4 +1,4 @@
-"""However the work is shared out, fifty steps are the fifty steps of plain training in one process."""
+"""However the work is shared out, the steps are those of plain training in one process."""
 
 import json
 from functools import cache
@@ -15,13 +15,13 @@ from tpconvert.train.ranks import sum_gradients
 from tpconvert.train.shards import share_out
 
 TABLE = [
-    (2, 2, {}),
-    (2, 2, {"data_parallel": "fsdp"}),
-    (2, 2, {"data_parallel": "fsdp", "reshard_after_forward": False}),
-    (1, 4, {"data_parallel": "fsdp"}),
-    (2, 2, {"activation_checkpointing": "selective"}),
-    (2, 2, {"data_parallel": "fsdp", "activation_checkpointing": "full", "sequence_parallel": True}),
-    (4, 1, {"activation_checkpointing": "selective", "sequence_parallel": True}),
+    (50, 2, 2, {}),
+    (50, 2, 2, {"data_parallel": "fsdp"}),
+    (12, 2, 2, {"data_parallel": "fsdp", "reshard_after_forward": False}),
+    (12, 1, 4, {"data_parallel": "fsdp"}),
+    (12, 2, 2, {"activation_checkpointing": "selective"}),
+    (12, 2, 2, {"data_parallel": "fsdp", "activation_checkpointing": "full", "sequence_parallel": True}),
+    (12, 4, 1, {"activation_checkpointing": "selective", "sequence_parallel": True}),
 ]
 
 
@@ -33,11 +33,11 @@ def plain(text: str) -> tuple[list[float], list[float]]:
     return train_plainly(make_config(json.loads(text)), norms=norms)[1], norms
 
 
-@pytest.mark.parametrize(("tp", "dp", "parallelism"), TABLE, ids=str)
-def test_fifty_steps_are_those_of_one_process(run_ranks, tmp_path_factory, tp: int, dp: int, parallelism: dict):
+@pytest.mark.parametrize(("steps", "tp", "dp", "parallelism"), TABLE, ids=str)
+def test_steps_are_those_of_one_process(run_ranks, tmp_path_factory, steps: int, tp: int, dp: int, parallelism: dict):
     shared = tmp_path_factory.getbasetemp() / "equal"
     shared.mkdir(exist_ok=True)
-    config = settings(shared, steps=50, optimizer="adamw", clip=0.5, micro_batch_size=1, lr=0.01)
+    config = settings(shared, steps=steps, optimizer="adamw", clip=0.5, micro_batch_size=1, lr=0.01)
     losses, norms = plain(json.dumps(config.model_dump(mode="json")))
     config = changed(config, parallelism=parallelism, logging={"jsonl": True})
     folder = shared / f"model-{tp}"
@@ -45,7 +45,7 @@ def test_fifty_steps_are_those_of_one_process(run_ranks, tmp_path_factory, tp: i
         make_folder(folder, tp, by_hand=False)
     out = tmp_path_factory.mktemp("run")
     every = run_ranks(run, tp, folder, config, out, dp=dp, timeout=180)
-    assert losses[-1] < 0.8 * losses[0] and max(norms) > 0.5
+    assert losses[-1] < 0.9 * losses[0] and max(norms) > 0.5
     for ours in every:
         assert worst(ours, losses) < 1e-9
     seen = [json.loads(line)["grad_norm"] for line in (out / "metrics.jsonl").read_text().splitlines()]
