@@ -85,6 +85,10 @@ def per_token(model, batch):
     return model(batch["ids"]).mean(-1)
 
 
+def drawn():
+    return [{"ids": ids, "labels": ids} for ids in torch.randint(0, WORDS, (24, 8))]
+
+
 def nothing():
     return 5
 
@@ -158,6 +162,16 @@ def test_own_examples_go_on_where_they_stopped_also_on_another_dp(run_ranks, tmp
         resumed = resume_from(config, tmp_path / "whole" / "step-4")
         every = run_ranks(run, 1, folder, resumed, tmp_path / f"on-{dp}", dp=dp)
         assert all(abs(a - b) < 1e-12 for a, b in zip(every[0], whole[4:], strict=True))
+
+
+def test_examples_that_are_drawn_are_the_same_on_all_ranks(run_ranks, tmp_path: Path):
+    every = run_ranks(run_after_drawing, 2, make_folder(tmp_path / "model", 2), settings("drawn"), tmp_path / "run")
+    assert every[0] == every[1]
+
+
+def run_after_drawing(mesh, folder: Path, config: Config, output: Path) -> list[float]:
+    torch.manual_seed(mesh.rank)
+    return train(folder, config, mesh, output=output)
 
 
 def resume_from(config: Config, step: Path) -> Config:

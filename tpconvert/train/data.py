@@ -174,11 +174,11 @@ def _own(config: Config, mesh: Mesh) -> Data:
     """The data of the user's own datasets."""
     data = config.data
     assert data.dataset is not None
-    dataset = open_dataset("data.dataset", data.dataset)
+    dataset = open_dataset("data.dataset", data.dataset, config.training.seed)
     seed, micro, *rest = _share(config, mesh)
     held: Sequences | None = None
     if data.eval is not None and data.eval.dataset is not None:
-        other = open_dataset("data.eval.dataset", data.eval.dataset)
+        other = open_dataset("data.eval.dataset", data.eval.dataset, config.training.seed)
         if not is_numbered(other):
             raise ConfigError("data.eval.dataset: a dataset with __len__ and __getitem__ is needed.")
         held = Numbered(other)

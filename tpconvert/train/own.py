@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from tpconvert.errors import ConfigError, SourceError
@@ -31,9 +34,13 @@ def function_of(key: str, name: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: {error.message}", hint=error.hint) from None
 
 
-def open_dataset(key: str, name: str) -> Any:
-    """What the function of a key returns, if examples can be had of it."""
-    found = function_of(key, name)()
+def open_dataset(key: str, name: str, seed: int) -> Any:
+    """What the function of a key returns, if examples can be had of it; what it draws is alike on all ranks."""
+    function = function_of(key, name)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    found = function()
     if not is_numbered(found) and not hasattr(found, "__iter__"):
         raise ConfigError(
             f"{key}: {name} returned {type(found).__name__}, of which no examples can be had.",
