@@ -85,6 +85,14 @@ def per_token(model, batch):
     return model(batch["ids"]).mean(-1)
 
 
+def test_tokens_of_own_examples_are_counted_as_they_are(tmp_path: Path):
+    config = make_config(settings().model_dump(mode="json") | {"logging": {"every": 1, "peak_tflops": 1.0}})
+    train(make_folder(tmp_path / "model", 1), config, make_mesh(1), output=tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:  # 4 examples of 8
+        assert abs(line["tokens_per_second"] * line["step_seconds"] - 32) < 1e-6 and "tflops_per_gpu" not in line
+
+
 def drawn():
     return [{"ids": ids, "labels": ids} for ids in torch.randint(0, WORDS, (24, 8))]
 

@@ -46,6 +46,11 @@ class Batch:
         return len(self.ids)
 
     @property
+    def size(self) -> int:
+        """Tokens, padding included."""
+        return self.ids.numel()
+
+    @property
     def predicted(self) -> int:
         """Positions that are to be predicted."""
         return int((self.labels != IGNORE).sum())
@@ -80,6 +85,12 @@ class OwnBatch:
         """The tensors by their names or numbers."""
         items = self.content.items() if isinstance(self.content, Mapping) else enumerate(self.tensors())
         return {str(name): value.contiguous() for name, value in items if isinstance(value, Tensor)}
+
+    @property
+    def size(self) -> int:
+        """What may be taken for tokens: the numbers of the largest tensor of whole numbers, else the examples."""
+        whole = [t.numel() for t in self.tensors() if isinstance(t, Tensor) and not t.is_floating_point()]
+        return max(whole, default=self.examples)
 
     @property
     def labels(self) -> Tensor:

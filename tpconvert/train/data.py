@@ -85,6 +85,8 @@ class Data:
     """What is to be said before the first step."""
     packed: bool = False
     """Whether several documents share a sequence, and their ends are to be respected."""
+    full: bool = True
+    """Whether all sequences are seq_len long, so that each step computes as much as any."""
     every: int = 1
     """Steps between two evaluations."""
     most: int | None = None
@@ -154,6 +156,7 @@ def _text(
         Held(tuple(held), training.micro_batch_size, mesh.dp_rank, mesh.dp_degree, stack) if held else None,
         tuple(notes),
         packed and data.boundaries != "none" and any(len(tokens.starts) > 2 for _, tokens in found),
+        full=stack is collate,
         **_how_often(config),
     )
 
@@ -194,4 +197,4 @@ def _own(config: Config, mesh: Mesh) -> Data:
             examples, held = split(examples, data.eval.fraction, packed=False, seed=seed)
         train = Batches((examples,), seed, micro, *rest, (), data.workers, collate_own)
     kept = Held((held,), micro, mesh.dp_rank, mesh.dp_degree, collate_own) if held is not None else None
-    return Data(train, kept, **_how_often(config))
+    return Data(train, kept, full=False, **_how_often(config))

@@ -88,7 +88,7 @@ def train(
         metrics.say(note)
     if run.first:
         metrics.watch = Watch(run.output, config.profile, config.logging.split_every, gpu=mesh.device.type == "cuda")
-        metrics.work = work_of(run, examples.train.step_size, trust_remote_code)
+        metrics.work = work_of(run, examples.train.step_size if examples.full else 0, trust_remote_code)
     try:
         return run_steps(run, model, optimizer, examples, metrics, progress, stopped)
     except torch.OutOfMemoryError as error:
@@ -114,7 +114,8 @@ def run_steps(
     while progress.step < training.steps:
         with metrics.waiting():
             micros, after = next(upcoming)
-        labels, stop, writing = totals(mesh, [model.count(micros), int(stopped()), int(saves.writing)])
+        counts = [model.count(micros), sum(micro.size for micro in micros), int(stopped()), int(saves.writing)]
+        labels, tokens, stop, writing = totals(mesh, counts)
         if not writing:
             saves.finish()
         if stop:
@@ -131,7 +132,7 @@ def run_steps(
             metrics.say(f"step {step}: gradients overflow fp16, so no weight is changed; loss scale {scale.value:g}")
         progress = Progress(step, after, scale=scale)
 
-        metrics.count(examples.train.step_size * training.seq_len)
+        metrics.count(tokens // mesh.degree)
         if step % run.config.logging.every == 0 or step in (first + 1, training.steps):
             losses.append(loss)
             metrics.log(step, loss=loss, lr=rate, grad_norm=norm, epoch=after.epoch, memory_gib=peak(mesh))
@@ -149,11 +150,12 @@ def run_steps(
 
 
 def work_of(run: Run, sequences: int, trust_remote_code: bool) -> Work:
-    """What a step asks of each GPU; counted only where it can be compared with what the GPU could do."""
+    """What a step of so many full ``sequences`` asks of each GPU; counted only where that can be compared with what the
+    GPU could do."""
     config, mesh = run.config, run.mesh
     gpus = mesh.degree * mesh.dp_degree
     peak = device_peak(mesh.device, config.logging.peak_tflops, config.training.precision)
-    if mesh.device.type != "cuda" and not peak:
+    if not sequences or (mesh.device.type != "cuda" and not peak):
         return Work(gpus)
     source = open_module(run.base, run.plan, trust_remote_code=trust_remote_code)
     return Work(gpus, model_flops(source, sequences, config.training.seq_len), peak)
