@@ -110,7 +110,7 @@ def build(model_type: str) -> Built:
 def _cropped(built: Built, side: int) -> Built:
     """The same module on the corners of its images."""
     inputs = {n: v[..., :side, :side] if getattr(v, "ndim", 0) >= 4 else v for n, v in built.inputs.items()}
-    return _run(built.module, inputs, f"{built.by}, cropped to {side}", SLOW)
+    return _run(built.module, inputs, f"{built.by.partition(', cropped')[0]}, cropped to {side}", SLOW)
 
 
 def _own(kind: Any, config: Any) -> Any:

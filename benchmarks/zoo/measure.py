@@ -58,7 +58,9 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     except Exception as error:
         return tell(crashed(error, "plan"))
     linear_ones = [v for v in plan.verdicts if v.name in linear and not v.tied_to]
-    tell(_of_plan(plan) | {"linear_cut": _share(linear_ones), "linear_whole": _left_whole(linear_ones)})
+    reached = [v for v in linear_ones if facts.UNUSED not in v.reason]
+    found = {"linear_cut": _share(linear_ones), "linear_cut_reached": _share(reached)}
+    tell(_of_plan(plan) | found | {"linear_whole": _left_whole(linear_ones)})
     tell(facts.agreement(module, plan))
     tell({"plan_s": round(time.monotonic() - start, 1), "stage": "emulate"})
     kept = keep is not None and _kept(module, inputs, plan, keep)

@@ -147,6 +147,19 @@ def test_the_page_counts_the_worse_of_lockstep_and_ranks(tmp_path, ranks, said):
     assert json.loads((tmp_path / "docs/coverage.jsonl").read_text())["type"] == "t"
 
 
+def test_the_page_names_no_places_of_a_machine(tmp_path):
+    allocation = (
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    )
+    why = f"SourceError: /opt/x/site-packages/transformers/m.py:1: {allocation}allocate 7 bytes. Error code 12 (Cannot)"
+    line = {"type": "t", "class": "T", "outcome": "refused", "why": why, "torch": "2", "transformers": "5", "date": "1"}
+    (tmp_path / "run.jsonl").write_text(json.dumps(line) + "\n")
+    render(tmp_path / "run.jsonl", tmp_path)
+    page = (tmp_path / "coverage.md").read_text()
+    assert "- **t** SourceError: transformers/m.py:1: out of memory" in page
+    assert "| the check did not end | 1 |" in page
+
+
 def test_reasons_are_counted_without_the_places_where_they_arose():
     text = "whole: dim 0: layer_norm takes its statistics (in h.*.ln (2)); dim 1: h.3.mlp: a reduce (x) has no place"
     assert reasons_of(text) == ["layer_norm takes its statistics", "a reduce (x) has no place"]
