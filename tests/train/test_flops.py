@@ -27,6 +27,16 @@ def test_a_llama_is_its_layers_its_attention_and_its_head():
     assert found == pytest.approx(3 * 2 * once, rel=0.01)  # and the angles of the positions
 
 
+def test_each_word_counts_for_the_experts_it_goes_to():
+    module, inputs = build("mixtral")
+    c, length = module.config, 24
+    heads, shared = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    layer = c.hidden_size * (2 * heads + 2 * shared + c.num_local_experts) + 2 * length * heads
+    layer += c.num_experts_per_tok * 3 * c.hidden_size * c.intermediate_size
+    once = length * (c.num_hidden_layers * layer + c.hidden_size * c.vocab_size)
+    assert model_flops(source(module.to("meta"), inputs), 1, length) == pytest.approx(6 * once, rel=0.01)
+
+
 class Refuses(nn.Module):
     def forward(self, ids):
         return ids if ids.shape[1] == 5 else ids[:, : int("no")]

@@ -23,6 +23,7 @@ class Event:
     start: int
     stop: int
     device: str = "CUDA"
+    mark: bool = False
 
     def name(self):
         return self.called
@@ -33,6 +34,9 @@ class Event:
     def duration_ns(self):
         return (self.stop - self.start) * 10**9
 
+    def is_user_annotation(self):
+        return self.mark
+
     def device_type(self):
         return Kind(self.device)
 
@@ -41,7 +45,7 @@ def test_sending_behind_what_is_computed_is_hidden_and_the_rest_exposed():
     found = split([
         Event("aten::mm", 0, 20, "CPU"),
         Event("gemm", 2, 8), Event("gemm", 7, 10), Event("ncclDevKernel_AllReduce_Sum", 6, 13),
-        Event("norm", 12, 14), Event("ncclDevKernel_AllGather", 15, 16),
+        Event("FSDP::all_gather", 0, 20, mark=True), Event("norm", 12, 14), Event("ncclDevKernel_AllGather", 15, 16),
     ])  # fmt: skip
     assert (found.wall, found.busy, found.sending, found.exposed, found.hidden) == (20, 10, 8, 3, 5)
     assert found.kernels[:2] == (("gemm", 9.0, 2), ("ncclDevKernel_AllReduce_Sum", 7.0, 1))

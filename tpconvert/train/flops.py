@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from tpconvert.analyze.trees import map_tensors
@@ -90,11 +91,28 @@ def model_flops(source: Source, sequences: int, length: int) -> int:
     shapes: list[tuple[int, ...]] = []
     map_tensors(lambda tensor: shapes.append(_shape(tensor, length)), source.inputs)
     try:
-        with FlopCounterMode(display=False) as counted:
-            captured(source.module, resized(source.inputs, shapes))
+        with FlopCounterMode(display=False, custom_mapping=_APART) as counted:
+            trace = captured(source.module, resized(source.inputs, shapes))
     except TPConvertError:
         return 0
-    return 3 * sequences * counted.get_total_flops()
+    experts = sum(_grouped(node) for node in trace.nodes if "grouped_mm" in str(node.target))
+    return 3 * sequences * (counted.get_total_flops() + experts)
+
+
+def _grouped(node: fx.Node) -> int:
+    """Products of experts, each with the rows that are its own: every row of the first meets one of them.
+
+    Taken from the trace, since on meta torch runs them in few dtypes and widths.
+    """
+    a, b = (arg.meta["shape"] for arg in node.all_input_nodes[:2])
+    return 2 * int(prod(a[-2:]) if len(a) > len(b) else prod(a)) * int(b[-1])
+
+
+_APART = {
+    getattr(torch.ops.aten, name): lambda *_, **__: 0
+    for name in ("_grouped_mm", "_scaled_grouped_mm")
+    if hasattr(torch.ops.aten, name)
+}
 
 
 def _shape(tensor: Tensor, length: int) -> tuple[int, ...]:

@@ -102,7 +102,8 @@ class Watch:
 
 def split(events: Sequence[Any]) -> Split:
     """What the profiler's events say: kernels where there is a GPU, else the ops on the CPU."""
-    on_gpu = [e for e in events if e.device_type().name != "CPU"]
+    # marks, such as FSDP's, span what runs within them
+    on_gpu = [e for e in events if e.device_type().name != "CPU" and not e.is_user_annotation()]
     shown = on_gpu or [e for e in events if e.name().startswith(("aten::", *_SENDING))]
     sending, busy = [], []
     seconds: Counter[str] = Counter()
