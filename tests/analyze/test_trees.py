@@ -72,6 +72,24 @@ def test_what_else_a_tree_holds_is_kept():
     assert map_tensors(torch.neg, (X, "text", None, 3))[1:] == ("text", None, 3)
 
 
+@dataclass
+class Guarded:
+    """As a configuration whose layers differ: the field of all of them may not be read."""
+
+    x: torch.Tensor
+    heads: int = 4
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "heads":
+            raise RuntimeError("ask each layer")
+        return super().__getattribute__(name)
+
+
+def test_a_field_that_may_not_be_read_is_left_alone():
+    assert [slot for slot, _ in tensor_slots(Guarded(X))] == ["x"]
+    assert torch.equal(map_tensors(torch.neg, Guarded(X)).x, -X)
+
+
 def test_only_floating_tensors_change_their_dtype():
     made = floats_as({"x": X, "more": Pair(Y, [torch.ones(1, dtype=torch.bool), X])}, torch.float64)
     assert made["x"].dtype == made["more"].y[1].dtype == torch.float64

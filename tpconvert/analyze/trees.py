@@ -51,7 +51,12 @@ def children(tree: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(tree, Mapping):
         yield from ((str(k), v) for k, v in tree.items())
     elif is_dataclass(tree) and not isinstance(tree, type):
-        yield from ((name, getattr(tree, name)) for name in tree.__dataclass_fields__)
+        for name in tree.__dataclass_fields__:
+            try:
+                value = getattr(tree, name)
+            except Exception:  # a field that may not be read, as of a configuration where layers differ
+                continue
+            yield name, value
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
