@@ -67,12 +67,12 @@ def main() -> None:
     run = Run(options, gpus, work, began)
     try:
         run.everything()
-    finally:
+    finally:  # first the results: to remove large files takes its time
+        text = tables.markdown(run.rows, [run.about()])
+        (options.out / "scaling.md").write_text(text)
+        (options.out / "scaling.json").write_text(json.dumps({"about": run.about(), "rows": run.rows}, indent=1))
+        plot(run.rows, options.out / "growth.png")
         shutil.rmtree(work, ignore_errors=True)
-    text = tables.markdown(run.rows, [run.about()])
-    plot(run.rows, options.out / "growth.png")
-    (options.out / "scaling.md").write_text(text)
-    (options.out / "scaling.json").write_text(json.dumps({"about": run.about(), "rows": run.rows}, indent=1))
     print(text)
 
 

@@ -50,6 +50,11 @@ def config_for(gb: float, toy: bool) -> Any:
 
 def written(rank: int, turn: Turn, work: Path, gb: float, toy: bool) -> dict[str, Any]:
     """The checkpoint, of random weights, and the folder of its ranks."""
+    with turn.preparing():
+        return _written(work, gb, toy)
+
+
+def _written(work: Path, gb: float, toy: bool) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     from benchmarks.compare.models import skeleton_of

@@ -299,14 +299,14 @@ class _Pair:
 
     def worst(self, name: str, parts: list[Tensor], want: Tensor, floor: float) -> float:
         """The largest error of any rank's part; ranks that share entries are each held to the same value."""
-        layout, degree = self.plan[name].layout, self.mesh.degree
+        layout, degree, want = self.plan[name].layout, self.mesh.degree, want.cpu()
         scale = max(floor, largest(want))
         return max(relative(p, take_pieces(want, layout, r, degree), scale) for r, p in enumerate(parts))
 
     def parts(self, kind: str, value: Callable[[str], Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
-        """``(name, every rank's part)`` of each parameter or buffer, on rank 0; nothing on the others."""
+        """``(name, every rank's part)`` of each parameter or buffer, on rank 0's CPU; nothing on the others."""
         names = [v.name for v in self.plan.verdicts if v.kind == kind]
-        mine = {name: value(name).detach().clone() for name in names}
+        mine = {name: value(name).detach().cpu().clone() for name in names}  # a GPU's would come back on that GPU
         gathered: list[Any] | None = [mine] * self.mesh.degree if self.mesh.rank == 0 else None
         if self.mesh.degree > 1:
             dist.gather_object(mine, gathered, group=self.mesh.group, group_dst=0)

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -129,7 +130,9 @@ def _on_ranks(source: Source, plan: Plan, how: _How) -> Result:
         except mp.ProcessRaisedException as error:
             raise _told(Path(scratch)) or _failed(str(error)) from error
         except mp.ProcessExitedException as error:
-            raise NotRunError(f"A rank died ({error}).", hint="Is there enough memory? Try --twin.") from None
+            raise _told(Path(scratch)) or NotRunError(
+                f"A rank died ({error}).", hint="Is there enough memory? Try --twin."
+            ) from None
         finally:
             for process in context.processes:
                 process.kill()
@@ -157,9 +160,20 @@ def _rank(
         dist.barrier()
     except TPConvertError as error:
         (Path(scratch) / f"error-{rank}").write_text(json.dumps([error.message, error.hint, error.exit_code]))
+        _leave(how)
         raise
-    finally:
-        dist.destroy_process_group()
+    except Exception:
+        said = _failed(traceback.format_exc())
+        (Path(scratch) / f"error-{rank}").write_text(json.dumps([said.message, said.hint, said.exit_code]))
+        _leave(how)
+        raise
+    dist.destroy_process_group()
+
+
+def _leave(how: _How) -> None:
+    """End a rank that failed: NCCL would wait for the others while it is taken down, and they wait for this one."""
+    if how.device == "cuda":
+        os._exit(1)
 
 
 def _told(scratch: Path) -> TPConvertError | None:
