@@ -127,7 +127,7 @@ class Run:
                     )
                 ]
             )
-        beside = []
+        beside, every = [], tuple(range(self.gpus))
         if "proofs" in parts:
             beside += proofs.proofs([d for d in (2, 4) if d <= self.gpus], toy)
         if "runner" in parts:
@@ -135,14 +135,23 @@ class Run:
                 Job(
                     "runner",
                     running.runner,
-                    (self.work / "run", tuple(range(self.gpus)), toy),
+                    (self.work / "run", every, toy),
                     1,
-                    (0,),
+                    every,
                     400 if toy else 170,
                 )
             )
         if "load" in parts:
-            beside.append(Job("written", loading.written, (self.work / "load", self.options.gb, toy), 1, (0,), 150))
+            beside.append(
+                Job(
+                    "written",
+                    loading.written,
+                    (self.work / "load", self.options.gb, toy),
+                    1,
+                    tuple(range(self.gpus)),
+                    150,
+                )
+            )
         self.run(beside + (waves.pop(0) if waves else []))
         for wave in waves:
             if time.monotonic() > self.until - (0 if toy else 40):

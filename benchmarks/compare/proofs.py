@@ -20,21 +20,17 @@ def proofs(degrees: list[int], toy: bool) -> list[Job]:
     kinds = [("llama", "float32")] if toy else [
         (m, d) for m in ("llama", "gpt2", "t5", "mixtral") for d in ("float32", "bfloat16")
     ]  # fmt: skip
-    jobs = [Job(f"verify {m} tp={tp} {d}", _proved, (m, tp, d, toy), limit=100) for tp in degrees for m, d in kinds]
+    asked = [(m, tp, d, toy, False) for tp in degrees for m, d in kinds]
     if not toy:
-        jobs += [
-            Job(
-                f"verify {m} tp={degrees[0]} sequence parallel",
-                _proved,
-                (m, degrees[0], "float32", toy, True),
-                limit=100,
-            )
-            for m in ("llama", "gpt2")
-        ]
-    return jobs
+        asked += [(m, degrees[0], "float32", toy, True) for m in ("llama", "gpt2")]
+    return [
+        Job(f"verify {m} tp={tp} {d}{' sequence parallel' * sliced}", _proved, (m, tp, d, toy, sliced), 1, gpus, 100)
+        for m, tp, d, toy, sliced in asked
+        for gpus in [tuple(range(tp))]  # of the ranks that it starts: nobody may measure on any of them meanwhile
+    ]
 
 
-def _proved(rank: int, turn: Turn, model: str, tp: int, dtype: str, toy: bool, sliced: bool = False) -> dict[str, Any]:
+def _proved(rank: int, turn: Turn, model: str, tp: int, dtype: str, toy: bool, sliced: bool) -> dict[str, Any]:
     from tpconvert.cli import main
 
     os.environ["OMP_NUM_THREADS"] = "1"

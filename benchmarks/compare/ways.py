@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import tpconvert
 from benchmarks.compare import models
 from benchmarks.compare.case import Case
 from tpconvert import cross_entropy, make_mesh, parallelize
@@ -247,14 +247,11 @@ def whole_loss(case: Case) -> Callable[[Tensor, Tensor], Tensor]:
 
 def compile_ours(case: Case, module: nn.Module) -> None:
     """Compile a converted model as the runner does; ``plain`` and other settings of inductor as torch does."""
-    apart = find_spec("tpconvert.parallel.compiled") is None or not torch.cuda.is_available()
-    if not case.compiled or apart or {"plain", "inductor"} & dict(case.options).keys():
+    if not case.compiled or not torch.cuda.is_available() or {"plain", "inductor"} & dict(case.options).keys():
         compile_layers(case, module)
         return
-    from tpconvert.parallel.compiled import compile_layers as compile_converted
-
     graphs = bool(dict(case.options).get("cudagraphs"))
-    compile_converted(module, **({"triton.cudagraphs": True} if graphs else {}))
+    tpconvert.compile_layers(module, **({"triton.cudagraphs": True} if graphs else {}))
 
 
 def compile_layers(case: Case, module: nn.Module) -> None:

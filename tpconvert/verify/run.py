@@ -127,12 +127,8 @@ def _on_ranks(source: Source, plan: Plan, how: _How) -> Result:
         try:
             while not context.join():
                 pass
-        except mp.ProcessRaisedException as error:
-            raise _told(Path(scratch)) or _failed(str(error)) from error
-        except mp.ProcessExitedException as error:
-            raise _told(Path(scratch)) or NotRunError(
-                f"A rank died ({error}).", hint="Is there enough memory? Try --twin."
-            ) from None
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise _why(error, context.processes, Path(scratch)) from None
         finally:
             for process in context.processes:
                 process.kill()
@@ -174,6 +170,16 @@ def _leave(how: _How) -> None:
     """End a rank that failed: NCCL would wait for the others while it is taken down, and they wait for this one."""
     if how.device == "cuda":
         os._exit(1)
+
+
+def _why(error: Exception, processes: Sequence[Any], scratch: Path) -> TPConvertError:
+    """What to say of a run whose ranks failed: a rank that was killed, else the first that could say something."""
+    for rank, process in enumerate(processes):
+        code = process.exitcode or 0
+        if code < 0 and -code != signal.SIGTERM:  # which the others get; what they say came of that
+            said = f"process {rank} terminated with signal {signal.Signals(-code).name}"
+            return NotRunError(f"A rank died ({said}).", hint="Is there enough memory? Try --twin.")
+    return _told(scratch) or _failed(str(error))
 
 
 def _told(scratch: Path) -> TPConvertError | None:
