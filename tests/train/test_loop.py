@@ -140,7 +140,7 @@ def run_quietly(mesh, folder: Path, config: Config, output: Path) -> list[float]
 def test_compiled_layers_change_nothing(run_ranks, tmp_path: Path, dp: int, parallelism: dict):
     config = settings(tmp_path, steps=4)
     folder = make_folder(tmp_path / "model", 2)
-    plain = run_ranks(run, 2, folder, config, tmp_path / "a", dp=dp)
+    plain = run_ranks(run, 2, folder, config, tmp_path / "a", dp=dp, timeout=180)
     config = changed(config, parallelism={"compile": True, **parallelism})
     other = run_ranks(run_quietly, 2, folder, config, tmp_path / "b", dp=dp, timeout=500)
     assert worst(plain[0], other[0]) < 1e-9

@@ -24,7 +24,7 @@ GRACE = 25.0
 """Seconds that a step may still take after a signal; torchrun kills after 30."""
 SILENCE = 20
 """Beats without which a rank is gone: more than it can be kept from beating by a call that holds Python's lock."""
-SOON = 6
+SOON = 10
 """The same once this rank was told to stop, since that may be because another is gone."""
 BROKEN = 3
 """The same once a collective broke."""
