@@ -4,6 +4,7 @@
     python benchmarks/checkpoint.py load [--gb 2] [--device cuda]
     python benchmarks/checkpoint.py memory [--gb 2 8 16] [--dtype bfloat16 float32]
     python benchmarks/checkpoint.py plan
+    python benchmarks/checkpoint.py hash
 
 The checkpoint is synthetic: dense layers with fused experts (the largest tensor, three dims) in files of 500 MB.  Each
 figure is of a process of its own, its start and imports left out, with the source in the page cache.
@@ -35,9 +36,10 @@ from statistics import median
 import torch
 
 from tpconvert.checkpoint import file_weights, load_rank, merge, reshard, shard
-from tpconvert.checkpoint.digest import best_kind
+from tpconvert.checkpoint.digest import BLAKE3, Digest, best_kind
 from tpconvert.checkpoint.header import dtype_name, make_header
 from tpconvert.spec.layout import Block, Layout
+from tpconvert.spec.manifest import SHA256
 from tpconvert.spec.plan import Plan, Verdict
 
 HIDDEN, FFN, EXPERTS, EXPERT_FFN, VOCABULARY = 2048, 5632, 16, 1408, 32000
@@ -51,7 +53,7 @@ Sizes = dict[str, tuple[tuple[int, ...], Layout]]
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "load", "memory", "plan"])
+    parser.add_argument("what", choices=["speed", "load", "memory", "plan", "hash"])
     parser.add_argument("--gb", type=float, nargs="+")
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
@@ -63,7 +65,9 @@ def main() -> None:
     print(f"python {' '.join(sys.argv)}")
     print(f"python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores\n", flush=True)
     with tempfile.TemporaryDirectory(dir=options.where or ".", prefix="tpconvert-bench-") as folder:
-        {"speed": speed, "load": load, "memory": memory, "plan": plan_memory}[options.what](Path(folder), options)
+        {"speed": speed, "load": load, "memory": memory, "plan": plan_memory, "hash": hashing}[options.what](
+            Path(folder), options
+        )
 
 
 def speed(here: Path, options: argparse.Namespace) -> None:
@@ -125,6 +129,16 @@ def load(here: Path, options: argparse.Namespace) -> None:
         drop_cache(here / "shards")
         cold = run(what)["read"] / file.stat().st_size
         print(f"{what:14} {min(seen[what] for seen in rounds):14.3f} {cold:20.3f}", flush=True)
+
+
+def hashing(here: Path, options: argparse.Namespace) -> None:
+    """Processor time of each kind of hash, a MiB at a time as files are written."""
+    data = memoryview(os.urandom(MIB))
+    for kind in (SHA256, BLAKE3):
+        digest, start = Digest(kind), time.process_time()
+        for _ in range(1000):
+            digest.update(data)
+        print(f"{kind:8} {(time.process_time() - start) / (1000 * MIB) * 1e9:.3f} s for a GB")
 
 
 def plan_memory(here: Path, options: argparse.Namespace) -> None:
