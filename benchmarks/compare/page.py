@@ -40,4 +40,5 @@ def write(results: Sequence[Path], out: Path) -> None:
             fresh.setdefault(row.get("job", row.get("name", "")), []).append(row)
         found |= {job: rows for job, rows in fresh.items() if job not in found or not any("error" in r for r in rows)}
     rows = [row for rows in found.values() for row in rows]
-    out.write_text(HEAD + "\n" + tables.markdown(rows, calls), encoding="utf-8")
+    said = "In these calls, of which the later counts where two measured the same:"
+    out.write_text(f"{HEAD}\n{said}\n\n{tables.markdown(rows, calls)}", encoding="utf-8")

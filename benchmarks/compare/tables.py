@@ -30,7 +30,7 @@ def short(result: Any) -> str:
 def markdown(rows: Sequence[Row], calls: Sequence[Row]) -> str:
     """All tables."""
     out = [
-        f"`{c['command']}`: {c['seconds']} s, torch {c['torch']}, transformers {c['transformers']}, "
+        f"- `{c['command']}`: {c['seconds']} s, torch {c['torch']}, transformers {c['transformers']}, "
         f"{c['gpus']} {'CPUs with gloo' if c['toy'] else 'GPUs'}."
         for c in calls
     ]

@@ -203,9 +203,12 @@ def _under_torchrun(source: Source, plan: Plan, how: _How) -> Result:
         mine = how.compare(source.build, source.inputs, plan, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
         results: list[Any] = [mine]
         dist.broadcast_object_list(results)
-    finally:
-        if ours:
+    except BaseException:
+        if ours and how.device == "cpu":  # NCCL would wait for the others here, and they wait for this rank
             dist.destroy_process_group()
+        raise
+    if ours:
+        dist.destroy_process_group()
     found: Result = results[0]
     return found
 
