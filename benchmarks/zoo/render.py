@@ -42,6 +42,7 @@ it is the class's own code that runs.  `by` in `coverage.jsonl` says how much sm
 - **ranks**: the converted model on two real processes (gloo): outputs, losses and gradients in eval and train mode, and
   two optimizer steps.
 - **tp=3**, **tp=4**: planned and compared as in the column tp=2; heads and widths rarely divide by 3.
+  These, and ranks, are empty where they were not asked for in this run.
 - **merged**: a checkpoint saved by transformers, sharded and merged, has the same bytes.
 - **export**: `torch.export` sees the same parameters flow into each other's ops as the recorded graph does.  Empty: it
   cannot export the model.
@@ -228,7 +229,13 @@ def _troubles(found: list[Found], missing: list[str]) -> list[str]:
     for name, said in OUTCOMES.items():
         these = [line for line in found if line["outcome"] == name]
         if name == "not built" and these:
-            out += ["## Not built", "", *_not_built(these)]
+            out += [
+                "## Not built",
+                "",
+                "With the first error: the one of the size that is nearest to the model's own.",
+                "",
+            ]
+            out += _not_built(these)
         elif name != "equal" and these:
             out += [f"## {said[0].upper()}{said[1:]}", ""]
             out += [f"- **{line['type']}** {_plain(line['why'])}" for line in these] + [""]
