@@ -54,6 +54,7 @@ bench: $(READY)
 	$(PY) benchmarks/checkpoint.py memory --gb 2
 	$(PY) benchmarks/checkpoint.py plan
 	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(PY) benchmarks/tp_step.py; fi
+	if $(PY) -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)'; then $(PY) benchmarks/scaling.py; fi
 
 wheel: $(READY)
 	$(PY) -m build --wheel --outdir dist
