@@ -135,7 +135,7 @@ def _goals(found: list[Found], missing: list[str]) -> list[str]:
     classless = [line for line in found if _classless(line)]
     linear = [line for line in planned if line.get("linear_cut") is not None]
     neither = [line for line in built if "cut" not in line and line["outcome"] != "refused"]
-    reached = [line for line in planned if line.get("linear_cut_reached") is not None]
+    reached = linear if all("linear_cut_reached" in line for line in linear) else []  # lines of before have none
     rows = [
         ("types built and run", "600", f"{len(built)} of {len(found) - len(classless)} that have a class"),
         (
@@ -190,7 +190,9 @@ def _agreement(lines: list[Found]) -> str:
         total.update(line.get("theirs", {}))
     weights = total.total()
     share = f"{100 * total['same'] / weights:.1f} % of {weights}" if weights else "none"
-    more = sum(line.get("more_than_theirs", 0) for line in lines)
+    compared = [line for line in lines if "theirs" in line]
+    more = sum(line.get("more_than_theirs", 0) for line in compared)
+    more = more if all("more_than_theirs" in line for line in compared) else 0  # lines of before have none
     beside = f"; {more} more are cut that they leave whole" if more else ""
     types = sum("theirs" in line for line in lines)
     return f"{share} weights in {types} types, {total['other']} along the other dim, {total['whole']} whole{beside}"
