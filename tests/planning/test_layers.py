@@ -1,4 +1,4 @@
-"""Layers that no axis runs through are cut by themselves where asked for, and their results put together at once."""
+"""Layers cut by themselves where asked for, and what a plan gives up and compares where a layer is between others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.equal import difference
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
-from tpconvert.verify import emulate_module
+from tpconvert.verify import compare_on_rank, emulate_module
 
 WIDTH = 24
 
@@ -117,3 +117,31 @@ def test_what_is_given_up_for_a_sum_is_the_axis_it_is_over() -> None:
     assert gathered(plan) == []
     assert plan["mlp.0.weight"].layout.cut and plan["mlp.2.weight"].layout.cut
     assert not plan["down"].layout.cut
+
+
+class Compares(nn.Module):
+    """Heads in one dim with the batch, whose size is compared; the scale of each row is returned beside the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, 4, 6).transpose(1, 2).reshape(b * 4, t, 6)
+        a = torch.bmm(q, q.transpose(1, 2)).softmax(-1)
+        if a.size(0) != b * 4:
+            raise ValueError("heads are missing")
+        return self.o(torch.bmm(a, q).view(b, 4, t, 6).transpose(1, 2).reshape(b, t, WIDTH))
+
+
+def compared(mesh: Any, plan: str) -> str | None:
+    torch.manual_seed(0)
+    result = compare_on_rank(Compares(), {"x": torch.randn(4, 5, WIDTH)}, Plan.loads(plan), mesh)
+    return None if result is None or (result.equal and not result.notes) else f"{result.verdict()} {result.notes}"
+
+
+def test_a_whole_size_with_the_batch_inside_is_compared_at_any_batch(run_ranks: Callable[..., list[Any]]) -> None:
+    plan = make_plan(Compares(), {"x": torch.randn(2, 5, WIDTH)}, tp=2)
+    assert plan["q.weight"].layout.cut and plan.rewrites
+    assert run_ranks(compared, 2, plan.dumps())[0] is None
