@@ -145,3 +145,31 @@ def test_a_whole_size_with_the_batch_inside_is_compared_at_any_batch(run_ranks: 
     plan = make_plan(Compares(), {"x": torch.randn(2, 5, WIDTH)}, tp=2)
     assert plan["q.weight"].layout.cut and plan.rewrites
     assert run_ranks(compared, 2, plan.dumps())[0] is None
+
+
+class Voices(nn.Module):
+    """What several heads return is put together where the module around them returns it."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.heads = nn.LayerNorm(WIDTH), nn.ModuleList(nn.Linear(WIDTH, 64) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            return torch.stack([head(x) for head in self.heads], dim=1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = self.Heads()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x).flatten(0, 1)
+
+
+def test_what_a_module_of_several_layers_puts_together_is_found_again() -> None:
+    module, inputs = Voices(), {"x": torch.randn(2, 5, WIDTH)}
+    plan = make_plan(module, inputs, tp=2)
+    assert gathered(plan) == [("decoder", "output")]
+    assert all(plan[f"decoder.heads.{i}.weight"].layout.cut for i in range(3))
+    assert emulate_module(module, inputs, plan).equal

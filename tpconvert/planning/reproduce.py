@@ -76,10 +76,13 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
 
 
 def joined_in(plan: Plan) -> frozenset[str]:
-    """The modules whose results are put together where they return them, and whose axes are theirs alone."""
+    """The layers whose results are put together where they return them, and whose axes are theirs alone.
+
+    A layer has its parameters itself: what a larger module puts together comes from an axis that runs through it.
+    """
     own = {a.name: a.parameters for a in plan.axes}
     gathers = [b for b in plan.boundaries if b.kind == "gather" and b.side == "output" and b.blocks and b.module]
-    return frozenset(b.module for b in gathers if all(n.startswith(f"{b.module}.") for n in own.get(b.axis, ("",))))
+    return frozenset(b.module for b in gathers if all(n.rpartition(".")[0] == b.module for n in own.get(b.axis, ("",))))
 
 
 def _check(flow: Flow, plan: Plan, name: str, names: Mapping[Term, str]) -> None:
