@@ -62,6 +62,7 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     found = {"linear_cut": _share(linear_ones), "linear_cut_reached": _share(reached)}
     tell(_of_plan(plan) | found | {"linear_whole": _left_whole(linear_ones)})
     tell(facts.agreement(module, plan))
+    tell({"linear_cut_default": _share_by_default(module, inputs, linear)})
     tell({"plan_s": round(time.monotonic() - start, 1), "stage": "emulate"})
     kept = keep is not None and _kept(module, inputs, plan, keep)
     start = time.monotonic()
@@ -74,6 +75,18 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     tell({"stage": "done"})
     if keep is not None and not kept:
         tell({"ranks": _on_forked_ranks(module, inputs, plan)})
+
+
+def _share_by_default(module: Any, inputs: Any, linear: Any) -> float | None:
+    """The share of Linear weights that a plan without options cuts."""
+    from tpconvert.analyze.copies import copied
+    from tpconvert.planning import make_plan
+
+    try:
+        plan = make_plan(copied(module), inputs, tp=TP)
+    except Exception:  # told by the plan that is compared
+        return None
+    return _share([v for v in plan.verdicts if v.name in linear and not v.tied_to])
 
 
 def _at_degree(module: Any, inputs: Any, tp: int) -> dict[str, Any]:

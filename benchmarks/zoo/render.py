@@ -21,6 +21,7 @@ OUTCOMES = {
     "not built": "not built",
 }
 Found = dict[str, Any]
+GATHERED = "`--set '*=gathered'`"
 OUT = "out of memory"
 WHOLE = 6
 """Reasons of a type that the file for machines keeps."""
@@ -33,6 +34,8 @@ it is the class's own code that runs.  `by` in `coverage.jsonl` says how much sm
 
 - **cut %**: the share of all parameters that is on one rank only; **Linear cut %**: of the weights of Linear, Conv1D
   and expert layers, which are most of a large model.  Small models have proportionally more embeddings and norms.
+  Plans were made with `--set '*=gathered'`: layers that no axis runs through are cut along their columns, and what they
+  return is put together at once, where that pays.  What a plan without options cuts stands in the table of goals.
 - **as transformers**: of the Linear weights that transformers' own tp plan of the class cuts, how many are cut along
   the same dim.  Empty: transformers has no plan for it.
 - **unreached**: parameters that no output depends on with the inputs that were found.  They are planned, and nothing
@@ -70,6 +73,8 @@ def render(source: Path, folder: Path, known: Sequence[str] = (), limits: str = 
     found = sorted({line["type"]: line for line in lines}.values(), key=lambda line: line["type"])
     for line in found:
         line["outcome"], line["why"] = outcome(line)
+        if "linear_cut_default" not in line:  # measured of a plan without options
+            line["linear_cut_default"] = line.get("linear_cut")
     missing = sorted(set(known) - {line["type"] for line in found})
     folder.mkdir(exist_ok=True)
     sections = [
@@ -144,9 +149,14 @@ def _goals(found: list[Found], missing: list[str]) -> list[str]:
             f"{len(planned)} planned, {_count(built, 'refused')} refused, {len(neither)} neither",
         ),
         ("of the planned, equal at tp=2 in outputs and every gradient", "all", _equal_at_two(planned)),
-        ("share of Linear weights that is cut", "mean 99 %, median 100 %", _spread(linear, "linear_cut")),
+        (
+            f"share of Linear weights that is cut with {GATHERED}",
+            "mean 99 %, median 100 %",
+            _spread(linear, "linear_cut"),
+        ),
+        ("the same of a plan without options", "", _spread(linear, "linear_cut_default")),
         *(
-            [("the same, of those that the inputs reach", "", _spread(reached, "linear_cut_reached"))]
+            [(f"the same with {GATHERED}, of those that the inputs reach", "", _spread(reached, "linear_cut_reached"))]
             if reached
             else []
         ),
@@ -362,6 +372,7 @@ def _plain(text: str) -> str:
 
 def _short(line: Found) -> Found:
     keep = ("type", "class", "by", "parameters", "inputs", "outcome", "why", "cut", "matrices_cut", "linear_cut")
+    keep += ("linear_cut_default",)
     keep += ("whole", "linear_whole", "theirs", "theirs_differ", "more_than_theirs", "degrees", "way_back", "export")
     keep += ("untouched", "rewrites", "notes", "seconds", "cpu_s")
     found = {k: line[k] for k in keep if line.get(k)} | {"ranks": line.get("ranks", {}).get("outcome", "")}
