@@ -167,9 +167,17 @@ class Voices(nn.Module):
         return self.decoder(x).flatten(0, 1)
 
 
-def test_what_a_module_of_several_layers_puts_together_is_found_again() -> None:
-    module, inputs = Voices(), {"x": torch.randn(2, 5, WIDTH)}
+class Wrapped(Voices):
+    """The same, returned as it is by a module around that one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x)
+
+
+@pytest.mark.parametrize(("kind", "where"), [(Voices, "decoder"), (Wrapped, "")])
+def test_what_a_module_of_several_layers_puts_together_is_found_again(kind: type[Voices], where: str) -> None:
+    module, inputs = kind(), {"x": torch.randn(2, 5, WIDTH)}
     plan = make_plan(module, inputs, tp=2)
-    assert gathered(plan) == [("decoder", "output")]
+    assert gathered(plan) == [(where, "output")]
     assert all(plan[f"decoder.heads.{i}.weight"].layout.cut for i in range(3))
     assert emulate_module(module, inputs, plan).equal

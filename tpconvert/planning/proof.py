@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 
 from tpconvert.analyze.axes import is_many, tensors
-from tpconvert.analyze.capture import Inputs, Trace, capture
+from tpconvert.analyze.capture import Call, Inputs, Trace, capture
 from tpconvert.analyze.choose import Choice
 from tpconvert.analyze.copies import copied
 from tpconvert.analyze.shadow import Shadow, needs_shadow
@@ -102,14 +102,19 @@ def _compare(
                     break
     for call, other in _paired_calls(trace, found):
         for slot, node in call.outputs.items():
-            if (
-                slot in other.outputs
-                and not (call.parent is None and node in choice.flow.sliced)  # put together as the model returns it
-                and (why := _differs(node, other.outputs[slot], choice, rank, by_data, returned=True)) is not None
-            ):
+            if slot not in other.outputs or (call.parent is None and node in choice.flow.sliced):
+                continue  # slices are put together as the model returns them
+            returned = not _gathered_around(choice, node, call)
+            if (why := _differs(node, other.outputs[slot], choice, rank, by_data, returned)) is not None:
                 faults.setdefault(call.module, Fault(call.module, why))
     inner = {p for p in faults if not any(q != p and q.startswith(f"{p}.") for q in faults)}
     return [faults[p] for p in faults if p in inner]
+
+
+def _gathered_around(choice: Choice, node: fx.Node, call: Call) -> bool:
+    """Whether what a call returns is put together further out only, as the model returns it."""
+    gather = choice.flow.gathered.get(node)
+    return gather is not None and gather.host is not None and call is not gather.call and call.inside(gather.host.call)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
