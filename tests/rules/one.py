@@ -137,11 +137,11 @@ class Compared(Lockstep):
 
     def __init__(self, flow: Flow, deal: Deal) -> None:
         super().__init__(flow, deal)
-        self.drawn: set[Any] = set()
+        self.random: set[Any] = set()
 
     def compare(self, node: Any) -> None:
-        if node.meta["op"] in RANDOM or (self.drawn & set(node.all_input_nodes) and 0 not in node.args):
-            self.drawn.add(node)
+        if node.meta["op"] in RANDOM or (self.random & set(node.all_input_nodes) and 0 not in node.args):
+            self.random.add(node)
         else:
             super().compare(node)
 

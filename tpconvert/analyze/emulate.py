@@ -115,7 +115,7 @@ class Lockstep:
             self.env[node] = [self.drawn(node, r) for r in self.ranks]
         else:
             self.env[node] = [self.call(node, r) for r in self.ranks]
-            if any(is_op(u) and inplace_target(u) is node for u in node.users):
+            if inplace_target(node) is None and any(is_op(u) and inplace_target(u) is node for u in node.users):
                 self.env[node] = [writable(v) for v in self.env[node]]
         if node in self.flow.reduced:
             placed = self.flow.reduced[node]
