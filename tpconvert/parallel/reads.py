@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpconvert.parallel.collectives import Parts, copy, copy_shared, once
+from tpconvert.parallel.collectives import Parts, copy_own, copy_shared, once
 from tpconvert.parallel.mesh import Mesh
 
 
@@ -41,7 +41,8 @@ class Read:
             with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(keys):
                 return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         if self.sum_grad:
-            tensor = copy(tensor, self.mesh) if self.parts is None else copy_shared(tensor, self.parts, self.mesh)
+            # no op by which a part that a checkpoint runs again would differ from what it was in the forward of the root
+            tensor = copy_own(tensor, self.mesh) if self.parts is None else copy_shared(tensor, self.parts, self.mesh)
         return self.summed(tensor)
 
     def summed(self, tensor: Tensor) -> Tensor:
