@@ -67,6 +67,7 @@ class Watch:
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._signal, self._done, self._wrong = store, 0, False, False
         self._beats = Beats(store, rank, world)
+        self._beats.beat()  # so that a rank which ends within its first second is missed too
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         for number in (signal.SIGTERM, signal.SIGINT):
