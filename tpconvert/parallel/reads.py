@@ -41,7 +41,7 @@ class Read:
             with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(keys):
                 return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         if self.sum_grad:
-            # no op by which a part that a checkpoint runs again would differ from what it was in the forward of the root
+            # by no op, or a part that a checkpoint runs again would not do what it did in the forward of the root
             tensor = copy_own(tensor, self.mesh) if self.parts is None else copy_shared(tensor, self.parts, self.mesh)
         return self.summed(tensor)
 
