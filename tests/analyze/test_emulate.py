@@ -86,3 +86,33 @@ def test_a_comparison_of_equal_values_is_taken_as_recorded_and_another_is_not() 
     x = torch.tensor([0.5, 0.5 + 1e-15], dtype=torch.float64)
     assert decided("__gt__", x, x > 0.5, torch.tensor([True, True]), other=0.5).tolist() == [True, True]
     assert decided("__gt__", x, x > 0.4, torch.tensor([False, True]), other=0.4).tolist() == [True, True]
+
+
+class Casting(nn.Module):
+    """A cast to the dtype a value has is the value itself: what is written into it is written into both."""
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            normed = x.float() * x.float().square().mean(-1, keepdim=True).rsqrt()
+            return (normed * self.weight.float()).type_as(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), self.Norm()
+        self.scale = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.down(self.up(x).relu()))
+        h *= self.scale
+        h += x
+        return h
+
+
+def test_what_is_written_into_a_cast_that_changes_nothing_is_written_into_both() -> None:
+    torch.manual_seed(0)
+    module, inputs = Casting(), {"x": torch.randn(2, 5, 8)}
+    assert emulate_module(module, inputs, make_plan(module, inputs, tp=2)).equal

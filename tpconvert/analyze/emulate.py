@@ -116,7 +116,8 @@ class Lockstep:
         else:
             self.env[node] = [self.call(node, r) for r in self.ranks]
             if inplace_target(node) is None and any(is_op(u) and inplace_target(u) is node for u in node.users):
-                self.env[node] = [writable(v) for v in self.env[node]]
+                given = [v for n in node.all_input_nodes for v in self.env[n]]
+                self.env[node] = [v if any(v is g for g in given) else writable(v) for v in self.env[node]]
         if node in self.flow.reduced:
             placed = self.flow.reduced[node]
             self.env[node] = reduce(self.env[node]) if placed.sliced is None else self.crossed(placed, self.env[node])
