@@ -7,7 +7,7 @@ import torch
 
 from tests.parallel.test_schedule import passes_alone
 from tests.parallel.test_wire import TOKENS, WORDS, Wire, model_of
-from tpconvert.parallel import Mesh, layers, parallelize
+from tpconvert.parallel import Mesh, layers, parallelize, products
 from tpconvert.parallel.compiled import layers_of
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
@@ -111,3 +111,22 @@ def test_one_rank_is_left_as_it_is():
     assert {name: type(part) for name, part in alone.named_modules()} == classes
     assert {name: dict(vars(part)) for name, part in alone.named_modules()} == before
     assert not any(p._forward_hooks or p._forward_pre_hooks for p in alone.modules())
+
+
+def written(mesh, after):
+    """The gradient of a weight, of a gathered value that is doubled in place first or not, and what it should be."""
+    slice_, weight = torch.ones(1, 2, 3, dtype=torch.float64).requires_grad_(), torch.ones(4, 3, dtype=torch.float64)
+    weight.requires_grad_()
+    x = products.gathered_from(slice_, 1, mesh)
+    if after:
+        x.mul_(2)
+    assert products.was_gathered(x) is not after
+    product = products.gathered_product if products.was_gathered(x) else torch.nn.functional.linear
+    product(x, weight, None).sum().backward()
+    return weight.grad.tolist()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_what_was_written_into_since_it_was_gathered_is_not_gathered_again(run_ranks, after):
+    tokens, factor = 4, 2 if after else 1  # two on each of two ranks
+    assert run_ranks(written, 2, after)[0] == [[float(tokens * factor)] * 3] * 4

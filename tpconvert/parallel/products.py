@@ -73,18 +73,21 @@ def gathered_from(slice_BI: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """all_gather, of a value that :func:`gathered_product` may meet."""
     x_BI = all_gather(slice_BI, dim, mesh)
     if torch.is_grad_enabled() and not mesh.dry and not transformed():
-        x_BI._tp_gathered = Gathered(dim, mesh), slice_BI  # type: ignore[attr-defined]
+        x_BI._tp_gathered = Gathered(dim, mesh), slice_BI, x_BI._version  # type: ignore[attr-defined]
     return x_BI
 
 
 def was_gathered(x_BI: Tensor) -> bool:
-    """Whether it is such a value, itself rather than something made of it."""
-    return torch.is_grad_enabled() and not transformed() and getattr(x_BI, "_tp_gathered", None) is not None
+    """Whether it is such a value, itself rather than something made of it, and nothing was written into it since."""
+    if not torch.is_grad_enabled() or transformed():
+        return False
+    held = getattr(x_BI, "_tp_gathered", None)
+    return held is not None and held[2] == x_BI._version
 
 
 def gathered_product(x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """``x @ weight^T + bias`` in the weight's dtype; of ``x`` the slice that it was gathered from is kept."""
-    gathered, slice_BI = x_BI._tp_gathered  # type: ignore[attr-defined]
+    gathered, slice_BI, _ = x_BI._tp_gathered  # type: ignore[attr-defined]
     gathered.users += 1
     return _GatheredProduct.apply(x_BI, weight_OI, bias_O, slice_BI, gathered)
 
