@@ -104,9 +104,8 @@ class Planning:
         self.rules = rules
         self.begin(Axes(self.trace, self.trace.rules))
 
-    def begin(self, ax: Axes) -> None:
-        """Know nothing but these axes."""
-        known = getattr(self, "training", None)
+    def begin(self, ax: Axes, known: Training | None = None) -> None:
+        """Know nothing but these axes, and what was captured of training for others."""
         self.ax = ax
         self.classifier = Classifier(ax, load_patterns(self.rules))
         self.training = Training(self.module, self.inputs, ax, known)
@@ -121,7 +120,7 @@ class Planning:
         layers = whole_layers(self.ax, plan, self.gathered)
         if not layers:
             return plan
-        self.begin(Axes(self.trace, self.trace.rules, layers))
+        self.begin(Axes(self.trace, self.trace.rules, layers), self.training)
         try:
             other = self.settle()
         except PlanError:
