@@ -35,7 +35,7 @@ from statistics import median
 
 import torch
 
-from tpconvert.checkpoint import file_weights, load_rank, merge, reshard, shard
+from tpconvert.checkpoint import file_weights, load_rank, merge, reshard, shard, tensorfile
 from tpconvert.checkpoint.digest import BLAKE3, Digest, best_kind
 from tpconvert.checkpoint.header import dtype_name, make_header
 from tpconvert.spec.layout import Block, Layout
@@ -245,7 +245,7 @@ def one(command: str, here: Path, out: Path, tp: int, forced: bool, device: str)
         if device != "cpu":
             torch.ones(1, device=device)
     if not forced:
-        os.fsync = lambda fd: None
+        os.fsync = tensorfile.start_writing = lambda *_: None
     before, cpu, start = disk_bytes(), time.process_time(), time.perf_counter()
     if command == "shard":
         shard(file_weights(here / "source"), Plan.loads((here / "plan.json").read_text()), out)

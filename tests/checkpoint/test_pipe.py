@@ -239,3 +239,42 @@ def test_files_without_a_tensor_are_written(tmp_path):
     assert check_folder(tmp_path / "out") == []
     merge(tmp_path / "out", tmp_path / "back")
     assert hashes(tmp_path / "back")["model.safetensors"] == hashes(tmp_path)["model.safetensors"]
+
+
+HELPERS = """
+import os, sys, threading
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from tests.checkpoint.frame import plan_of, rows
+from tpconvert.checkpoint import file_weights, merge, reshard, shard
+
+here = Path(sys.argv[1])
+save_file({"w": torch.rand(2048, 1024)}, here / "model.safetensors")
+weights = file_weights(here / "model.safetensors")
+most = 0
+def look(*_):
+    global most
+    most = max(most, len(os.listdir("/proc/self/task")) - threading.active_count())
+look()
+before, most = most, 0
+shard(weights, plan_of(weights, 2, {"w": rows((2048, 1024), 1)}), here / "shards", progress=look)
+reshard(here / "shards", here / "again", tp=3, progress=look)
+merge(here / "again", here / "out", progress=look)
+print(most - before)
+other = threading.Thread(target=lambda: (torch.rand(2048, 1024)[:, :512].contiguous(), look()))
+other.start()
+other.join()
+print(most - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_copying_wakes_no_threads_of_torch(tmp_path):
+    """They wait by spinning: it took three times the processor time of all the rest."""
+    (tmp_path / "run.py").write_text(HELPERS)
+    env = {**os.environ, "OMP_NUM_THREADS": "3", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, tmp_path / "run.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    ours, torchs = map(int, done.stdout.split())
+    assert ours <= 0 < torchs

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -61,7 +62,7 @@ def compose_runs(recipe: Recipe, box: Box, read: Read) -> list[Tensor]:
     if len({run.dtype for run in runs}) > 1:
         raise CheckpointError(_MIXED)
     if len(runs) > 1 and sum(run.nbytes for run in runs) < len(runs) * LEAST_RUN:
-        return [torch.cat([run.reshape(-1) for run in runs])]
+        return [_joined([run.reshape(-1) for run in runs], 0)]
     return runs
 
 
@@ -152,7 +153,12 @@ def _compose_join(join: Join, box: Box, read: Read) -> Tensor:
     found = [compose_read(part, inner, read) for part, inner in _parts_in(join, box)]
     if len({part.dtype for part in found}) > 1:
         raise CheckpointError(_MIXED)
-    return found[0] if len(found) == 1 else torch.cat(found, join.dim)
+    return found[0] if len(found) == 1 else _joined(found, join.dim)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The same as ``torch.cat`` of integers, in this thread alone: torch would wake others, which wait by spinning."""
+    return torch.from_numpy(numpy.concatenate([part.numpy() for part in parts], dim))
 
 
 def _compose_reshape(of: Recipe, shape: Shape, box: Box, read: Read) -> Tensor:

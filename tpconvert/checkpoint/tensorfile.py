@@ -121,7 +121,12 @@ class Buffers:
         """The same elements, lying together."""
         if tensor.is_contiguous():
             return tensor
-        return self.take(tensor.nbytes).view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
+        into = self.take(tensor.nbytes).view(tensor.dtype).reshape(tensor.shape)
+        try:  # by numpy, which copies in this thread alone: torch would wake others, which wait by spinning
+            numpy.copyto(into.numpy(), tensor.numpy())
+        except TypeError:  # a dtype that numpy has not
+            into.copy_(tensor)
+        return into
 
 
 class _Descriptor:
