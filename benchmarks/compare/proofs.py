@@ -1,16 +1,15 @@
-"""``tpconvert verify`` of small models on GPU ranks."""
+"""``tpconvert verify`` of small models on GPU ranks, as a user runs it."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.processes import Job, Turn
-from tpconvert.errors import TPConvertError
 
 SMALL = Path(__file__).parent / "small.py"
 
@@ -24,33 +23,25 @@ def proofs(degrees: list[int], toy: bool) -> list[Job]:
     if not toy:
         asked += [(m, degrees[0], "float32", toy, True) for m in ("llama", "gpt2")]
     return [
-        Job(f"verify {m} tp={tp} {d}{' sequence parallel' * sliced}", _proved, (m, tp, d, toy, sliced), 1, gpus, 100)
+        Job(f"verify {m} tp={tp} {d}{' sequence parallel' * sliced}", _proved, (m, tp, d, toy, sliced), 1, gpus, 150)
         for m, tp, d, toy, sliced in asked
         for gpus in [tuple(range(tp))]  # of the ranks that it starts: nobody may measure on any of them meanwhile
     ]
 
 
 def _proved(rank: int, turn: Turn, model: str, tp: int, dtype: str, toy: bool, sliced: bool) -> dict[str, Any]:
-    from tpconvert.cli import main
-
-    os.environ["OMP_NUM_THREADS"] = "1"
-    arguments = ["verify", f"{SMALL}:{model}", "--tp", str(tp), "--dtype", dtype, "--json"]
-    arguments += ["--device", "cpu" if toy else "cuda"] + ["--sequence-parallel"] * sliced
-    said = io.StringIO()
-    code = 0
-    with turn.preparing(), contextlib.redirect_stdout(said):
-        try:
-            main(arguments, standalone_mode=False)
-        except SystemExit as end:
-            code = int(end.code or 0)
-        except TPConvertError as error:
-            raise RuntimeError(str(error)) from error
-    if not said.getvalue():
-        raise RuntimeError(f"exit code {code}")
-    found = json.loads(said.getvalue())
+    command = [sys.executable, "-m", "tpconvert", "verify", f"{SMALL}:{model}", "--tp", str(tp), "--dtype", dtype]
+    command += ["--json", "--device", "cpu" if toy else "cuda"] + ["--sequence-parallel"] * sliced
+    with turn.preparing():
+        done = subprocess.run(
+            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, capture_output=True, check=False
+        )
+    if not done.stdout:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()}")
+    found = json.loads(done.stdout)
     worst = max(found["checks"], key=lambda c: (c["error"] is None, c["error"] or 0))
     return {
-        "model": model, "tp": tp, "dtype": dtype, "sequence_parallel": sliced, "equal": found["equal"], "exit": code,
-        "checks": len(found["checks"]), "bound": found["bound"], "largest": worst["error"],
+        "model": model, "tp": tp, "dtype": dtype, "sequence_parallel": sliced, "equal": found["equal"],
+        "exit": done.returncode, "checks": len(found["checks"]), "bound": found["bound"], "largest": worst["error"],
         "worst": f"{worst['kind']} {worst['name']}", "verdict": found["verdict"],
     }  # fmt: skip

@@ -1,5 +1,6 @@
 """SOURCE in its forms: what is on meta, what is real, and what goes in."""
 
+import pickle
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tpconvert.errors import SourceError
-from tpconvert.source import open_source
+from tpconvert.source import open_source, twin
 from tpconvert.source.frugal import frugal
 from tpconvert.source.tasks import task_names
 
@@ -90,6 +91,17 @@ def test_inputs_are_real_words_of_the_vocabulary_of_prime_length(llama):
     assert inputs["input_ids"].max() < 59
     assert not set(inputs["input_ids"].flatten().tolist()) & {1, 2}  # begin and end
     assert inputs["use_cache"] is False
+
+
+@pytest.mark.parametrize("of", [lambda source: source, twin])
+def test_the_build_can_be_given_to_another_process(of, llama, own):
+    built = of(open_source(str(llama)))
+    again = pickle.loads(pickle.dumps(built.build))()
+    for (name, value), (_, other) in zip(built.build().state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(value, other), name
+    code = "import pickle, sys; print(type(pickle.load(sys.stdin.buffer)()).__name__)"  # it has no module ``own``
+    given = pickle.dumps(open_source(f"{own}:as_dict").build)
+    assert subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, check=True).stdout == b"Net\n"
 
 
 def test_a_config_alone_opens_with_seeded_weights(llama, tmp_path):

@@ -10,15 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.verify import sources
 from tpconvert.cli import main
-from tpconvert.errors import NotRunError, PlanError, RewriteError
-from tpconvert.verify.apart import apart
-from tpconvert.verify.run import _failed
+from tpconvert.errors import NotRunError
+from tpconvert.planning import make_plan
+from tpconvert.source import Source
+from tpconvert.verify import verify as prove
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
@@ -129,29 +131,73 @@ def test_ranks_on_gpus_are_refused_where_there_are_too_few(monkeypatch):
     ]
 
 
-def test_a_machine_with_gpus_plans_in_a_process_of_its_own(monkeypatch):
+TOUCHED = """
+import os, torch
+from torch import nn
+forked = []
+os.register_at_fork(after_in_child=lambda: forked.append(True))  # as CUDA is of no use there, once it was begun
+
+class Model(nn.Sequential):
+    def forward(self, x):
+        if forked:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
+        return super().forward(x)
+
+def model():
+    return Model(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)), (torch.randn(3, 12),)
+"""
+WITH_GPUS = "import sys, torch; torch.cuda.device_count = lambda: 8; from tpconvert.cli import main; main(sys.argv[1:])"
+
+
+def test_ranks_on_a_machine_with_gpus_run_whatever_an_import_has_begun(tmp_path):
+    (tmp_path / "touched.py").write_text(TOUCHED)
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_GPUS, "verify", f"{tmp_path}/touched.py:model", "--tp", "2"],
+        env=ENVIRONMENT, text=True, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Equal: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        ("mlp", ["--device", "cuda"], "error: A rank failed: "),  # as there is no GPU for it
+        ("raising", [], f"error: The model fails where it is run: {sources.__file__}:"),
+        ("dying", [], "error: A rank died (process 1 terminated with signal SIGKILL). Is there enough memory?"),
+    ],
+)
+def test_fresh_ranks_that_fail_end_with_2_one_line_and_no_process(function, args, message, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    assert apart(lambda: str(os.getpid())) != str(os.getpid())
-    with pytest.raises(PlanError, match=r"it cannot be\. But so it can"):
-        apart(lambda: raises(RewriteError("", "it cannot be.")))
-    with pytest.raises(NotRunError, match=r"died \(exit code 7\)"):
-        apart(lambda: os._exit(7))
-    result = verify(name_of("mlp"), "--tp", 2)  # on CPUs all the same
-    assert result.exit_code == 0, result.output
+    before = children(os.getpid())
+    result = verify(name_of(function), "--tp", 2, *args)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(message) and "fork" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and result.stdout == ""
+    assert children(os.getpid()) == before
 
 
-def raises(error):
-    error.hint = "But so it can."
-    raise error
+def in_memory(module, inputs):
+    """A source that no other process can be given, and its plan."""
+    source = Source(name="", module=module, inputs=inputs, build=lambda: module, weights=lambda: None)
+    return source, make_plan(module, inputs, tp=2)
 
 
-def test_where_no_rank_can_be_forked_it_says_so():
-    trace = "Traceback\n  line\nRuntimeError: Unable to handle autograd's threading with fork-based\nmore words\n\n"
-    assert str(_failed(trace)) == (
-        "A rank failed: RuntimeError: Unable to handle autograd's threading with fork-based "
-        "After a backward pass on a machine with GPUs no rank can be forked: use tpconvert verify, or torchrun."
-    )
-    assert str(_failed("Traceback\nwords")) == "A rank failed: words"
+def test_what_cannot_be_pickled_is_forked_and_where_that_fails_it_says_the_way_out(monkeypatch):
+    def broken(y):
+        if dist.is_initialized():
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
+        return y
+
+    source, plan = in_memory(*sources.mlp())
+    failing, its_plan = in_memory(*sources.after(broken))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert prove(source, plan).equal
+    with pytest.raises(NotRunError, match=r"CUDA in forked .* was forked, because .* with tpconvert\.open_source"):
+        prove(failing, its_plan)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    with pytest.raises(NotRunError, match=r"CUDA is in use, and .*local object.* with tpconvert\.open_source"):
+        prove(source, plan)
 
 
 @pytest.mark.gpu
@@ -370,9 +416,13 @@ def test_threads_used_before_do_not_stop_the_ranks():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_the_command(how, tmp_path):
-    code = "from tpconvert.cli import main; main()"
+FORKED = "from tpconvert.cli import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [(signal.SIGTERM, FORKED), (signal.SIGKILL, FORKED), (signal.SIGKILL, WITH_GPUS)]
+)
+def test_no_rank_outlives_the_command(how, code, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", code, "verify", name_of("waiting"), "--tp", "2"],
         env=ENVIRONMENT | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

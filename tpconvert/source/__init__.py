@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -10,9 +12,10 @@ import torch
 from torch import nn
 
 from tpconvert.errors import SourceError
+from tpconvert.source import shrink
+from tpconvert.source.anew import Anew, anew
 from tpconvert.source.callables import is_callable_name, open_callable
 from tpconvert.source.huggingface import open_huggingface, skeleton
-from tpconvert.source.shrink import twin
 from tpconvert.source.source import Source
 
 __all__ = ["Source", "open_skeleton", "open_source", "twin"]
@@ -38,7 +41,20 @@ def open_source(
         source = open_huggingface(name, task=task, trust_remote_code=trust_remote_code, revision=revision)
     versions = {"torch": torch.__version__, "tpconvert": version("tpconvert")}
     description = {"name": name, "inputs": _shapes(source.inputs)} | versions | source.description
-    return replace(source, description=description)
+    again = partial(
+        open_source, name, task=task, weights=weights, trust_remote_code=trust_remote_code, revision=revision
+    )
+    return anew(replace(source, description=description), again)
+
+
+def twin(source: Source) -> Source:
+    """The source of a shrunk model of the same classes, with seeded weights; its notes say what became of what."""
+    made = shrink.twin(source)
+    return anew(made, partial(_twin_of, source.build.open)) if isinstance(source.build, Anew) else made
+
+
+def _twin_of(opened: Callable[[], Source]) -> Source:
+    return twin(opened())
 
 
 def open_skeleton(name: str, *, task: str | None = None, trust_remote_code: bool = False) -> nn.Module:
