@@ -53,6 +53,58 @@ def test_warmup_longer_than_the_run_is_an_error():
         make_config(SMALL | {"training": {"steps": 5, "warmup_steps": 9}})
 
 
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("learning_rate", r"training\.learning_rate is not a key\. That is training\.lr here\."),
+        ("num_train_epochs", r"That is training\.epochs here\."),
+        ("tp", r"training\.tp is not a key\. Leave it out: the sharded folder says it"),
+        ("zebra", r"training\.zebra is not a key\.$"),
+    ],
+)
+def test_a_word_of_another_trainer_is_translated(key: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        make_config(SMALL | {"training": {key: 1}})
+
+
+def test_every_word_of_another_trainer_leads_to_a_key():
+    from tpconvert.train.config import _keys
+    from tpconvert.train.foreign import FOREIGN
+
+    assert not FOREIGN.keys() - {path for path, _ in _keys()}
+    words = [word for text in FOREIGN.values() for word in text.split()]
+    assert len(words) == len(set(words))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("training", "lr", float("inf"), "training.lr is inf, but it should be a finite number"),
+        ("training", "betas", [0.9, 1.5], "training.betas.1 is 1.5, but it should be less than 1"),
+        ("training", "betas", 0.9, "training.betas is 0.9, but it should be a list"),
+        ("training", "seed", 2**32, "training.seed is 4294967296, but it should be less than 4294967296"),
+        ("training", "micro_batch_size", True, "training.micro_batch_size: true is no number"),
+        ("parallelism", "bucket_mb", float("inf"), "parallelism.bucket_mb is inf, but it should be a finite number"),
+        ("data", "sources", [{"path": "x", "weight": float("inf")}], "data.sources.0.weight is inf, but it should be"),
+    ],
+)
+def test_a_number_that_no_run_could_use_is_refused(section: str, key: str, value, message: str):
+    with pytest.raises(ConfigError) as caught:
+        make_config({**SMALL, section: {**SMALL.get(section, {}), key: value}})
+    assert message in str(caught.value)
+
+
+def test_epochs_stand_in_place_of_steps():
+    config = make_config(SMALL | {"training": {"epochs": 3, "warmup_steps": 2000}})
+    assert "steps: " not in config.to_yaml().replace("warmup_steps: ", "").split("data:")[0].replace("profile", "")
+    assert make_config(yaml.safe_load(config.to_yaml())) == config
+    assert config.with_steps(2500).training.steps == 2500 and config.with_steps(2500).training.epochs is None
+    with pytest.raises(ConfigError, match=r"training\.epochs: training: warmup_steps 2000 is more than steps 30\."):
+        config.with_steps(30)
+    with pytest.raises(ConfigError, match="steps and epochs are both set; leave one out"):
+        make_config(SMALL | {"training": {"epochs": 3, "steps": 10}})
+
+
 def test_overrides_win_over_the_file(tmp_path: Path):
     file = tmp_path / "c.yaml"
     file.write_text("training: {lr: 3e-4, steps: 5}\ndata: {path: a.txt}\n")
@@ -66,6 +118,19 @@ def test_overrides_win_over_the_file(tmp_path: Path):
 def test_an_override_without_a_section_says_how_it_is_written():
     with pytest.raises(ConfigError, match=r"lr=3: an override is written section\.key=value\."):
         apply_overrides(SMALL, ["lr=3"])
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("training=3", r"training is a section, as in training\.steps=\.\.\.$"),
+        ("training.lr", r"Write training\.lr=VALUE\.$"),
+        ("learning_rate=3", r"That is training\.lr here\.$"),
+    ],
+)
+def test_an_override_that_is_none_says_what_to_write(item: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides(SMALL, [item])
 
 
 def test_a_mistaken_override_says_which_key_was_meant(tmp_path: Path):

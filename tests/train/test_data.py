@@ -358,3 +358,44 @@ def test_a_blend_of_masked_documents_goes_on_to_the_bit_and_on_other_ranks(run_r
     logs = [(tmp_path / where / "metrics.jsonl").read_text().splitlines() for where in ("whole", "again", "alone")]
     held = [[json.loads(line)["eval_loss"] for line in log if "eval_loss" in line] for log in logs]
     assert len(held[0]) == 3 and held[1] == held[0][2:] and abs(held[2][0] - held[0][2]) < 1e-11
+
+
+def test_epochs_are_steps_until_every_source_was_gone_through_so_often():
+    one = batches(7)  # of 2 sequences a step
+    assert [one.steps_of(epochs) for epochs in (1, 2, 0.5, 0.01)] == [4, 7, 2, 1]
+    both = Batches((*one.sources, *batches(4).sources), 0, 2, 1, 0, 1, (3.0, 1.0))
+    steps = both.steps_of(1)
+    assert [p.epoch for _, p in take(both, steps)][-2:] == [0, 1] and steps == 8
+
+
+def test_a_run_of_epochs_ends_with_its_data(tmp_path: Path):
+    settings = {
+        "training": {"epochs": 2, "micro_batch_size": 4, "seq_len": 16, "precision": "fp32"},
+        "data": {"path": str(make_text(tmp_path / "a.txt", 400)), "tokenizer": "bytes"},
+        "logging": {"every": 100, "tensorboard": False},
+    }
+    train(make_folder(tmp_path / "model", 1), make_config(settings), make_mesh(1), output=tmp_path / "run")
+    assert [p.name for p in tmp_path.glob("run/step-*")] == ["step-13"]  # 25 sequences twice, 4 a step
+    settings["training"]["epochs"] = 0.1
+    settings["training"]["warmup_steps"] = 5
+    with pytest.raises(ConfigError, match=r"training\.epochs: training: warmup_steps 5 is more than steps 1"):
+        train(tmp_path / "model", make_config(settings), make_mesh(1), output=tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"eval": {"path": "nowhere.txt"}}, r"^data\.eval\.path: there is no file nowhere\.txt"),
+        ({"sources": [{"path": "a.txt"}, {"path": "nowhere.txt"}]}, r"^data\.sources\.1\.path: there is no file"),
+        ({"eval": {"path": "short.txt"}}, r"^data\.eval\.path: the text has 3 tokens, too few"),
+    ],
+)
+def test_an_error_names_the_section_that_it_is_about(tmp_path: Path, monkeypatch, data: dict, message: str):
+    monkeypatch.chdir(tmp_path)
+    make_text(tmp_path / "a.txt", 400), (tmp_path / "short.txt").write_text("ab")
+    given = {
+        "training": {"seq_len": 16},
+        "data": {"tokenizer": "bytes", **({} if "sources" in data else {"path": "a.txt"}), **data},
+    }
+    with pytest.raises(ConfigError, match=message):
+        train(make_folder(tmp_path / "model", 1), make_config(given), make_mesh(1), output=tmp_path / "run")

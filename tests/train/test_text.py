@@ -322,3 +322,45 @@ def test_a_section_that_does_not_say_where_the_data_is_is_an_error(given: dict, 
 
 def test_overrides_reach_sections_within_sections():
     assert apply_overrides({"data": {"path": "a"}}, ["data.eval.fraction=0.1"])["data"]["eval"] == {"fraction": 0.1}
+
+
+# -- what files are like in the world -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"text": "a \\ud800 b"}\n', b"[" * 100_000 + b"\n", b'{"text": NaN}\n'], ids=["half", "deep", "nan"]
+)
+def test_what_json_can_spell_and_no_tokenizer_can_read_is_a_bad_line(tmp_path: Path, raw: bytes):
+    (tmp_path / "a.jsonl").write_bytes(raw + b'{"text": "b"}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 1: "):
+        tokens_of(tmp_path, path=str(tmp_path / "a.jsonl"))
+    assert tokens_of(tmp_path, path=str(tmp_path / "a.jsonl"), on_bad_line="skip").ids.tolist() == [98, 256]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL"])
+def test_the_mark_at_the_beginning_of_a_file_is_no_text(tmp_path: Path, name: str):
+    (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfc")
+    assert tokens_of(tmp_path, path=[str(tmp_path / name), str(tmp_path / "b.txt")]).ids.tolist() == [
+        97, 256, 98, 256, 99, 256,
+    ]  # fmt: skip
+
+
+def test_one_json_value_over_many_lines_says_how_it_is_written(tmp_path: Path):
+    (tmp_path / "a.json").write_text('[\n{"text": "a"}\n]\n')
+    with pytest.raises(ConfigError, match=r"a\.json, line 1: not JSON .* Write each example on a line of its own, or"):
+        tokens_of(tmp_path, path=str(tmp_path / "a.json"))
+
+
+def test_a_table_is_not_taken_for_text_unless_that_is_said(tmp_path: Path):
+    (tmp_path / "a.csv").write_text("a,b")
+    with pytest.raises(ConfigError, match=r"a\.csv: \.csv files are not read\. Make it JSONL or Parquet, or set"):
+        tokens_of(tmp_path, path=str(tmp_path / "a.csv"))
+    assert tokens_of(tmp_path, path=str(tmp_path / "a.csv"), format="text").ids.tolist() == [97, 44, 98, 256]
+
+
+def test_columns_that_nobody_asked_for_are_not_read(tmp_path: Path):
+    beyond = pyarrow.array([2**62], pyarrow.timestamp("us"))  # which Python has no date for
+    write_parquet(tmp_path / "a.parquet", m=[{"text": "ab"}], when=beyond, label=[1])
+    tokens = tokens_of(tmp_path, path=str(tmp_path), field="m.text", objective="classification")
+    assert tokens.row(0).tolist() == [97, 98] and tokens.more["label"].row(0).tolist() == [1]

@@ -19,14 +19,17 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from tpconvert.errors import ConfigError
 from tpconvert.train.data_config import Data
+from tpconvert.train.foreign import meant
 from tpconvert.train.section import Section
+
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Parallelism(Section):
@@ -62,6 +65,8 @@ class Training(Section):
     """Batch, length, precision, optimizer and schedule."""
 
     steps: int = Field(1000, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    """Instead of steps: how often to go through all of the data."""
     micro_batch_size: int = Field(1, ge=1)
     """Sequences that one rank runs at once."""
     global_batch_size: int | None = Field(None, ge=1)
@@ -82,17 +87,19 @@ class Training(Section):
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.1, ge=0)
     """For matrices; never for norms and biases."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     momentum: float = Field(0.0, ge=0, lt=1)
     """For sgd."""
     clip: float | None = Field(1.0, gt=0)
     """Largest gradient norm; null for no clipping."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
 
     @model_validator(mode="after")
     def _check(self) -> Training:
-        if self.warmup_steps > self.steps:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError("steps and epochs are both set; leave one out")
+        if self.epochs is None and self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps {self.warmup_steps} is more than steps {self.steps}")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} is more than lr {self.lr}")
@@ -144,7 +151,16 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """The whole configuration with every default written out."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
+        data = self.model_dump(mode="json")
+        if self.training.epochs is not None:
+            del data["training"]["steps"]  # which nobody knows before the data is read
+        return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
+
+    def with_steps(self, steps: int) -> Config:
+        """The configuration with so many steps in place of epochs."""
+        data = self.model_dump(mode="json")
+        data["training"] |= {"steps": steps, "epochs": None}
+        return make_config(data, where="training.epochs")
 
 
 def schema() -> dict[str, Any]:
@@ -182,8 +198,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
         name, equals, text = item.partition("=")
         *sections, key = name.split(".")
         if not equals or not sections:
-            near = _near(name, [path for path, _ in _keys()])
-            raise ConfigError(f"{item}: an override is written section.key=value.{near}")
+            raise ConfigError(f"{item}: an override is written section.key=value.{_full_name(name, equals)}")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
@@ -239,7 +254,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
     for item in error.errors():
         path = ".".join(str(p) for p in item["loc"])
         if item["type"] == "extra_forbidden":
-            yield f"{path} is not a key.{_near(path, _candidates(path))}".removesuffix(".")
+            other = meant(path.rpartition(".")[2])
+            yield f"{path} is not a key.{f' {other}' if other else _near(path, _candidates(path))}".removesuffix(".")
         elif item["type"] == "missing":
             yield f"{path} is missing"
         elif item["type"] == "value_error":
@@ -247,8 +263,22 @@ def _explain(error: ValidationError) -> Iterator[str]:
         elif item["type"] == "model_type":
             yield f"{path} is {item['input']!r}, but it should be a section of keys"
         else:
-            text = item["msg"].removeprefix("Input ")
+            text = item["msg"].removeprefix("Input ").replace("valid tuple", "list")
             yield f"{path} is {item['input']!r}, but it {text}" if text != item["msg"] else f"{path}: {text}"
+
+
+_NEAR = 0.6
+"""How much of a word has to be right."""
+
+
+def _full_name(name: str, equals: str) -> str:
+    """What else to say of an override that has no section, or no value."""
+    keys = list(_keys())
+    if any(name == path for path, _ in keys) and not equals:
+        return f" Write {name}=VALUE."
+    if name in Config.model_fields:
+        return f" {name} is a section, as in {next(path for path, _ in keys if path.startswith(name))}=..."
+    return f" {other}" if (other := meant(name)) else _near(name, [path for path, _ in keys])
 
 
 def _candidates(path: str) -> list[str]:
@@ -258,7 +288,7 @@ def _candidates(path: str) -> list[str]:
     full = [p for p, _ in _keys()]
     if any(p.startswith(f"{section}.") for p in full):
         own = [p for p in full if p.startswith(f"{section}.")]
-        if difflib.get_close_matches(key, [p.removeprefix(f"{section}.") for p in own], n=1):
+        if difflib.get_close_matches(key, [p.removeprefix(f"{section}.") for p in own], n=1, cutoff=_NEAR):
             return own
     elsewhere = [p for p, k in _keys() if k == (key or path)]
     return elsewhere or ([*Config.model_fields] if not section else full)
@@ -268,7 +298,7 @@ def _near(path: str, candidates: Sequence[str]) -> str:
     """`` Did you mean X?`` for the candidate nearest to ``path``, or nothing."""
     last = path.rpartition(".")[2]
     short = {c.rpartition(".")[2]: c for c in candidates}
-    found = difflib.get_close_matches(last, list(short), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(last, list(short), n=1, cutoff=_NEAR)
     return f" Did you mean {short[found[0]]}?" if found else ""
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import Mesh
@@ -36,6 +38,8 @@ __all__ = [
     "IGNORE", "Batch", "Batches", "Data", "Held", "Micro", "OwnBatch", "Position", "Stream", "check_fingerprints",
     "check_fits", "collate", "count_labels", "fingerprint", "limits", "make_sequences", "open_data",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,14 @@ class Data:
         train = f"{len(self.train):,} sequences" if isinstance(self.train, Batches) else "a stream of examples"
         return f"{train}, {len(self.held):,} held out" if self.held is not None else train
 
+    def resolved(self, config: Config) -> Config:
+        """The configuration with steps in place of epochs."""
+        if config.training.epochs is None:
+            return config
+        if not isinstance(self.train, Batches):
+            raise ConfigError("training.epochs needs a dataset with a length.", hint="Set training.steps.")
+        return config.with_steps(self.train.steps_of(config.training.epochs))
+
     def judged_after(self, step: int, last: int) -> bool:
         """Whether the model is evaluated after a step."""
         return self.held is not None and (step % self.every == 0 or step == last)
@@ -112,21 +124,33 @@ def open_data(folder: Path, output: Path, plan: Plan, config: Config, mesh: Mesh
 
     def prepared() -> list[tuple[Source, Tokens]]:
         names = label_names(config.data, held)
-        every = [*sources_of(config.data), *_held_sources(config)]
-        return [(s, open_tokens(tokenize(config.data, tokenizer, cache, s, names))) for s in every]
+        return [
+            (source, _under(key, lambda s=source: open_tokens(tokenize(config.data, tokenizer, cache, s, names))))
+            for key, source in _every_source(config)
+        ]
 
     first = together(mesh, prepared if prepares else lambda: None)
     found = together(mesh, lambda: first if first is not None else prepared())
     return together(mesh, lambda: _text(config, mesh, found, tokenizer, limits(held, plan)))
 
 
-def _held_sources(config: Config) -> list[Source]:
-    """The held-out set's own source, if it has one."""
-    held = config.data.eval
+def _every_source(config: Config) -> list[tuple[str, Source]]:
+    """The sources to train on, then the held-out set's own if it has one, each with the section that names it."""
+    data, held = config.data, config.data.eval
+    every = [(f"data.sources.{i}" if data.sources else "data", s) for i, s in enumerate(sources_of(data))]
     if held is None or not (held.path or held.hub):
-        return []
+        return every
     one = Source(path=held.path, hub=held.hub, subset=held.subset, split=held.split, revision=held.revision)
-    return [filled(one, config.data)]
+    return [*every, ("data.eval", filled(one, data))]
+
+
+def _under(section: str, act: Callable[[], T]) -> T:
+    """What ``act`` returns; its errors speak of this section."""
+    try:
+        return act()
+    except ConfigError as error:
+        said = re.sub(r"\bdata\.(path|hub)\b", rf"{section}.\1", error.message, count=1)
+        raise ConfigError(said, hint=error.hint) from None
 
 
 def _text(
@@ -135,7 +159,11 @@ def _text(
     training, data = config.training, config.data
     for _, tokens in found:
         check_fits(config, tokens, tokenizer, has)
-    sets: list[Sequences] = [make_sequences(config, tokens, tokenizer) for _, tokens in found]
+    keys = [key for key, _ in _every_source(config)]
+    sets: list[Sequences] = [
+        _under(key, lambda t=tokens: make_sequences(config, t, tokenizer))
+        for key, (_, tokens) in zip(keys, found, strict=True)
+    ]
     count = len(sources_of(data))
     sources, held = sets[:count], sets[count:]
     packed = data.pack and data.objective in ("causal", "masked")

@@ -7,6 +7,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,8 @@ def train(
 
     # Data: one rank of each machine tokenizes, the others find the tokens in the cache.
     examples = data.open_data(folder, run.output, run.plan, config, mesh, run.first if prepares is None else prepares)
+    config = examples.resolved(config)
+    run = replace(run, config=config)
 
     # Model and optimizer.
     model = open_model(run, start, progress, trust_remote_code, examples.packed)

@@ -9,6 +9,7 @@ given.  So the position in the data is a few integers, and training goes on exac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,12 @@ class Batches:
     def step_size(self) -> int:
         """Sequences of one step, over all dp ranks."""
         return self.micro * self.accumulation * self.dp_degree
+
+    def steps_of(self, epochs: float) -> int:
+        """Steps until every source has been gone through so often."""
+        shares = self.weights or (1.0,) * len(self.sources)
+        whole = max(len(s) * sum(shares) / share for s, share in zip(self.sources, shares, strict=True))
+        return max(1, math.ceil(round(epochs * whole / self.step_size, 6)))
 
     def steps(self, position: Position) -> Steps:
         """All steps from ``position`` on, made ahead by the workers if there are any."""

@@ -8,20 +8,21 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tpconvert.errors import ConfigError
 from tpconvert.train.data_config import Data
-from tpconvert.train.sources import Record, Tally
+from tpconvert.train.sources import Record, Tally, target_key
 from tpconvert.train.tokenizer import Pieces, Tokenizer
 
 IGNORE = -100
 """The label of a position that is not to be predicted."""
 CHUNK = 1 << 20
 """Characters tokenized at once; a document is only divided at the end of a line."""
-_TARGETS = {"seq2seq": "target", "classification": "label", "tagging": "tags"}
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def rows(
         return _answers(records, field, data.target, data.prefix, tokenizer, tally)
     if data.objective in ("causal", "masked"):
         return _documents(_texts(records, field, tally), data, tokenizer)
-    target = data.target or _TARGETS[data.objective]
+    target = str(target_key(data))
     if data.objective == "seq2seq":
         return _pairs(records, field, target, data.prefix, tokenizer, tally)
     if data.objective == "classification":
@@ -64,10 +65,15 @@ def value_at(item: Any, key: str) -> Any:
 def _texts(records: Iterator[Record], field: str, tally: Tally) -> Iterator[str]:
     for record in records:
         text = value_at(record.item, field)
-        if not isinstance(text, str):
+        if not _is_text(text):
             tally.bad(record.where, _untold(record.item, field, "text"), "Set data.field")
         elif text:
             yield text
+
+
+def _is_text(value: Any) -> bool:
+    """A text that can be written down: JSON may spell half a character."""
+    return isinstance(value, str) and (value.isascii() or not _HALF.search(value))
 
 
 def _untold(item: Any, key: str, wanted: str) -> str:
@@ -156,9 +162,9 @@ def _pairs(
     def good() -> Iterator[tuple[str, str]]:
         for record in records:
             source, wanted = value_at(record.item, field), value_at(record.item, target)
-            if not isinstance(source, str):
+            if not _is_text(source):
                 tally.bad(record.where, _untold(record.item, field, "text"), "Set data.field")
-            elif not isinstance(wanted, str):
+            elif not _is_text(wanted):
                 tally.bad(record.where, _untold(record.item, target, "text"), "Set data.target")
             else:
                 yield prefix + source, wanted
@@ -176,7 +182,7 @@ def _classified(
     def good() -> Iterator[tuple[str, int]]:
         for record in records:
             text, wanted = value_at(record.item, field), value_at(record.item, target)
-            if not isinstance(text, str):
+            if not _is_text(text):
                 tally.bad(record.where, _untold(record.item, field, "text"), "Set data.field")
             elif wanted is None:
                 tally.bad(record.where, _untold(record.item, target, "label"), "Set data.target")
@@ -198,7 +204,7 @@ def _tagged(
     def good() -> Iterator[tuple[list[str], list[int]]]:
         for record in records:
             words, wanted = value_at(record.item, field), value_at(record.item, target)
-            if not _is_list(words) or not all(isinstance(w, str) for w in words):
+            if not _is_list(words) or not all(map(_is_text, words)):
                 tally.bad(record.where, _untold(record.item, field, "list of words"), "Set data.field")
             elif not _is_list(wanted):
                 tally.bad(record.where, _untold(record.item, target, "list of tags"), "Set data.target")

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, and closed to keys it does not know."""
+    """A part of the configuration: frozen, closed to keys it does not know, and without numbers that are none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """``true`` is no 1, though Python thinks so."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
+            raise ValueError(f"{str(value).lower()} is no number")
+        return value
 
 
 def one_or_many(schema: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import gzip
 import json
 import sys
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from tpconvert.errors import ConfigError
 from tpconvert.train.data_config import Data, Source
 
 _TEXT, _JSON, _PARQUET = (".txt",), (".jsonl", ".json"), (".parquet",)
+_OTHER = (".csv", ".tsv", ".arrow", ".zst", ".bz2", ".xz", ".zip", ".tar", ".pdf", ".docx", ".safetensors", ".bin")
+"""Endings of what would be read as text and is none."""
 _SHOWN = 3
 """Bad lines that are named."""
 
@@ -86,6 +89,12 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     return out
 
 
+def target_key(data: Data) -> str | None:
+    """Where what is predicted is; None for what is the text itself."""
+    usual = {"seq2seq": "target", "classification": "label", "tagging": "tags"}
+    return data.target or usual.get(data.objective)
+
+
 def records(source: Source, data: Data, tally: Tally) -> Iterator[Record]:
     """All examples of a source, in order."""
     if source.hub is not None:
@@ -95,7 +104,7 @@ def records(source: Source, data: Data, tally: Tally) -> Iterator[Record]:
         kind = source.format if source.format != "auto" else _kind(path)
         try:
             if kind == "parquet":
-                yield from _parquet(path)
+                yield from _parquet(path, [k for k in (source.field, target_key(data)) if k is not None])
             else:
                 with _open(path) as file:
                     yield from _lines(path, file, kind == "jsonl", data, tally)
@@ -106,29 +115,39 @@ def records(source: Source, data: Data, tally: Tally) -> Iterator[Record]:
 
 
 def _ending(path: Path) -> str:
-    """``.jsonl`` of ``a.jsonl`` and of ``a.jsonl.gz``."""
-    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
+    """``.jsonl`` of ``a.jsonl`` and of ``A.JSONL.GZ``."""
+    return (path.with_suffix("") if _is_zipped(path) else path).suffix.lower()
+
+
+def _is_zipped(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
 
 
 def _kind(path: Path) -> str:
+    """How a file is read by its ending; tables and archives, which are no text, only if that is said."""
     ending = _ending(path)
+    if ending in _OTHER:
+        raise ConfigError(
+            f"{path}: {ending} files are not read.",
+            hint="Make it JSONL or Parquet, or set data.format: text to take it for plain text.",
+        )
     return "jsonl" if ending in _JSON else "parquet" if ending in _PARQUET else "text"
 
 
 def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+    return gzip.open(path, "rb") if _is_zipped(path) else path.open("rb")
 
 
 def _lines(path: Path, file: IO[bytes], is_json: bool, data: Data, tally: Tally) -> Iterator[Record]:
-    """The records of a text or JSONL file; blank lines are none."""
+    """The records of a text or JSONL file; blank lines are none, nor is the mark that Windows begins a file with."""
     if not is_json and data.documents == "file":
-        text = _decoded(str(path), file.read(), tally)
+        text = _decoded(str(path), file.read().removeprefix(BOM_UTF8), tally)
         if text:
             yield Record(str(path), {"text": text})
         return
     for number, raw in enumerate(file, 1):
         where = f"{path}, line {number}"
-        line = _decoded(where, raw, tally)
+        line = _decoded(where, raw.removeprefix(BOM_UTF8) if number == 1 else raw, tally)
         if line is None or not line.strip():
             continue
         if not is_json:
@@ -136,8 +155,9 @@ def _lines(path: Path, file: IO[bytes], is_json: bool, data: Data, tally: Tally)
             continue
         try:
             item = json.loads(line)
-        except ValueError as error:
-            tally.bad(where, f"not JSON ({error})")
+        except (ValueError, RecursionError) as error:
+            many = number == 1 and line.strip() in ("[", "{")
+            tally.bad(where, f"not JSON ({error})", "Write each example on a line of its own" if many else "")
         else:
             yield Record(where, item)
 
@@ -150,17 +170,22 @@ def _decoded(where: str, raw: bytes, tally: Tally) -> str | None:
         return None
 
 
-def _parquet(path: Path) -> Iterator[Record]:
+def _parquet(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+    """The rows of a Parquet file; of its columns only those of the ``keys``, if it has them."""
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
+        file = pyarrow.parquet.ParquetFile(path)
+        held = file.schema_arrow.names
+        found = [key if key in held else key.partition(".")[0] for key in keys]
+        columns = list(dict.fromkeys(found)) if all(name in held and "." not in name for name in found) else None
+        for batch in file.iter_batches(1024, columns=columns):
             for item in batch.to_pylist():
                 number += 1
                 yield Record(f"{path}, row {number}", item)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError) as error:
         raise ConfigError(f"{path}: not a Parquet file ({str(error).splitlines()[0]}).") from None
 
 
