@@ -109,6 +109,20 @@ def test_a_signal_saves_and_ends_the_run_cleanly(tmp_path: Path, number: int):
     assert f"told to stop after {step.name.replace('-', ' ')}" in out and f"saved {step}" in out
 
 
+def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path):
+    folder, file = make_folder(tmp_path / "model", 2), config_file(tmp_path, steps=100_000, schedule="constant")
+    process = start(2, folder, "--config", file, "--output", tmp_path / "run")
+    assert process.stdout is not None
+    while "3/100000" not in (line := process.stdout.readline()):
+        assert line or process.poll() is None
+    process.kill()
+    out, error = process.communicate(timeout=60)  # which ends when the ranks have closed it
+    (step,) = state.complete_steps(tmp_path / "run")
+    assert f"told to stop after {step.name.replace('-', ' ')}" in out and f"saved {step}" in out
+    lines = set(error.splitlines())  # nobody can say who of them is to say it: the store is gone too
+    assert lines == {"error: The process that started the ranks is gone; what they had done is saved."}
+
+
 def test_outside_torchrun_the_command_says_how_to_start_it(tmp_path: Path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)

@@ -1,3 +1,4 @@
+import contextlib
 import io
 import json
 from pathlib import Path
@@ -114,3 +115,24 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path, out: io.StringIO):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(10, 2.5)]
+
+
+def test_a_full_disk_or_a_closed_console_costs_lines_and_not_the_run(tmp_path: Path):
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            if "eval" in text:
+                raise BrokenPipeError
+            return super().write(text)
+
+    out = Closed()
+    metrics = Metrics(tmp_path, Logging(tensorboard=False, jsonl=False), steps=60, active=True, out=out)
+    with Path("/dev/full").open("w") as metrics._file:
+        for step in (1, 2):
+            metrics.count(10)
+            metrics.log(step, loss=2.0, lr=0.1, grad_norm=1.0, epoch=0)
+        metrics.evaluated(2, 1.0)
+        with contextlib.suppress(OSError):
+            metrics._file.close()
+        metrics.close()
+    assert out.getvalue().count("METRICS NOT WRITTEN: No space left on device. Training goes on.\n") == 1
+    assert out.getvalue().count("loss 2.0000") == 2

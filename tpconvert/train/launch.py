@@ -11,8 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tpconvert.errors import ConfigError, TPConvertError
+from tpconvert.errors import ConfigError, TPConvertError, TrainError
 from tpconvert.train.watch import PATIENCE, Watch
+
+_QUIET = {"KINETO_LOG_LEVEL": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""What torch would else say: of each start and stop of its profiler, and for pages of a store that is gone."""
 
 
 def main(
@@ -25,6 +28,9 @@ def main(
     trust_remote_code: bool = False,
 ) -> int:
     """Run this rank; the exit code.  Whoever fails first says why, in one line, and nobody else says anything."""
+    parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # a shell may well go, torchrun should not
+    for name, level in _QUIET.items():
+        os.environ.setdefault(name, level)
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         config = _config(config_path, overrides, resume, output or folder)
@@ -38,7 +44,7 @@ def main(
         return error.exit_code
     if rank == 0:
         print(f"# {config_path}, with defaults and overrides\n{config.to_yaml()}", flush=True)
-    return _run(folder, config, degree, rank, world, output or folder, trust_remote_code)
+    return _run(folder, config, degree, (rank, world, parent), output or folder, trust_remote_code)
 
 
 def _config(path: Path, overrides: Sequence[str], resume: str | None, output: Path) -> Any:
@@ -76,15 +82,19 @@ def _world(degree: int, folder: Path) -> tuple[int, int]:
     return rank, world
 
 
-def _run(folder: Path, config: Any, degree: int, rank: int, world: int, output: Path, trust_remote_code: bool) -> int:
+def _run(
+    folder: Path, config: Any, degree: int, place: tuple[int, int, int | None], output: Path, trust_remote_code: bool
+) -> int:
     import torch
     import torch.distributed as dist
 
     from tpconvert.parallel import make_mesh
     from tpconvert.train.loop import train
+    from tpconvert.train.ranks import totals
 
+    rank, world, parent = place
     store = dist.PrefixStore(f"tpconvert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(rank, world))
-    watch = Watch(store.clone(), rank, world)
+    watch = Watch(store.clone(), rank, world, parent)
     try:
         device = _device(torch)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -95,7 +105,8 @@ def _run(folder: Path, config: Any, degree: int, rank: int, world: int, output: 
             folder, config, mesh, output=output, trust_remote_code=trust_remote_code, prepares=prepares,
             stopped=watch.signalled,
         )  # fmt: skip
-        dist.barrier()
+        if any(totals(mesh, [int(watch.orphaned)])):  # which waits for all
+            raise TrainError("The process that started the ranks is gone; what they had done is saved.")
     except TPConvertError as error:
         watch.fail(f"error: {error}", error.exit_code)
     except Exception as error:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -84,6 +84,7 @@ class Metrics:
     ) -> None:
         self._steps, self._out, self._active = steps, out or sys.stdout, active
         self._file: TextIO | None = None
+        self._full = False
         self._board: Any = None
         self._clock: Callable[[], float] = time.perf_counter
         self._since, self._tokens, self._count, self._waited = self._clock(), 0, 0, 0.0
@@ -106,13 +107,28 @@ class Metrics:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed + 1)
 
     def say(self, text: str) -> None:
-        """Print a line, on rank 0."""
-        if self._bar is not None:
-            self._bar.say(text)
-        elif self._active:
-            print(text, file=self._out, flush=True)
+        """Print a line, on rank 0; that nobody can read it is no reason to end a run."""
+        with contextlib.suppress(OSError):
+            if self._bar is not None:
+                self._bar.say(text)
+            elif self._active:
+                print(text, file=self._out, flush=True)
 
-    @contextmanager
+    def _keep(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write the values of a step to the files; on a full disk they are told to be missing, once."""
+        try:
+            if self._file is not None:
+                print(json.dumps({"step": step, **values}), file=self._file, flush=True)
+            if self._board is not None:
+                for name, value in values.items():
+                    self._board.add_scalar(name, value, step)
+                self._board.flush()
+        except OSError as error:
+            if not self._full:
+                self.say(f"METRICS NOT WRITTEN: {error.strerror or error}. Training goes on.")
+            self._full = True
+
+    @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Around what a step waits for before it can begin."""
         start = self._clock()
@@ -121,7 +137,7 @@ class Metrics:
         finally:
             self._waited += self._clock() - start
 
-    @contextmanager
+    @contextlib.contextmanager
     def stepping(self, step: int) -> Iterator[None]:
         """Around a step, which may be profiled."""
         if self.watch is None:
@@ -178,13 +194,7 @@ class Metrics:
         )
         self._since, self._tokens, self._count, self._waited = now, 0, 0, 0.0
         self.say(measure.line(self._steps))
-        if self._file is not None:
-            print(json.dumps(measure.to_json()), file=self._file, flush=True)
-        if self._board is not None:
-            for name, value in measure.to_json().items():
-                if name != "step":
-                    self._board.add_scalar(name, value, step)
-            self._board.flush()
+        self._keep(step, {name: value for name, value in measure.to_json().items() if name != "step"})
         return measure
 
     def evaluated(self, step: int, loss: float | None) -> None:
@@ -192,10 +202,7 @@ class Metrics:
         if loss is None:
             return
         self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  eval loss {loss:.4f}")
-        if self._file is not None:
-            print(json.dumps({"step": step, "eval_loss": loss}), file=self._file, flush=True)
-        if self._board is not None:
-            self._board.add_scalar("eval_loss", loss, step)
+        self._keep(step, {"eval_loss": loss})
 
     def pause(self) -> Callable[[], None]:
         """Stop the clock, for a save; the function that is returned starts it again."""
@@ -212,10 +219,12 @@ class Metrics:
             self.say(told)
         if self._bar is not None:
             self._bar.close()
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+        with contextlib.suppress(OSError):
+            if self._board is not None:
+                self._board.close()
 
 
 class Bar:

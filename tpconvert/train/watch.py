@@ -62,10 +62,14 @@ class Watch:
     """A thread that ends this rank when another has failed, or when a signal finds it waiting for ever.
 
     Signals reach Python only between two bytecodes, so a rank that waits in a collective would not notice one.
+    That ``parent``, the launcher, is gone is taken for a signal to stop.
     """
 
-    def __init__(self, store: Any, rank: int, world: int) -> None:
+    def __init__(self, store: Any, rank: int, world: int, parent: int | None = None) -> None:
         self._store, self._signal, self._done, self._wrong = store, 0, False, False
+        self._parent = parent
+        self.orphaned = False
+        """Whether the process that started this rank is gone, and nobody is left to end it."""
         self._beats = Beats(store, rank, world)
         self._beats.beat()  # so that a rank which ends within its first second is missed too
         self._read, self._write = os.pipe()
@@ -127,6 +131,8 @@ class Watch:
                 if self._done:
                     return
                 time.sleep(max(until - time.monotonic(), 0.0))  # a beat a second, however many signals come
+            if self._parent is not None and os.getppid() != self._parent:
+                self.orphaned, self._signal = True, self._signal or signal.SIGTERM
             since += self._signal != 0
             try:
                 self._beats.beat()
