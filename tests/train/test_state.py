@@ -176,3 +176,47 @@ def test_updates_are_kept_for_each_parameter_that_had_another_number(tmp_path: P
     progress = state.read_progress(tmp_path / "run" / "step-2", "auto")
     names = load_file(tmp_path / "run/step-2/rank-00000-of-00001/optimizer.exp_avg.safetensors").keys()
     assert progress.updates == dict.fromkeys(names, 2.0) and "unused.weight" not in names
+
+
+def test_what_is_not_as_it_was_when_a_step_was_saved_is_told(tmp_path: Path, capsys):
+    config, folder = settings(tmp_path, steps=2), make_folder(tmp_path / "model", 1)
+    alone(folder, config, tmp_path / "run")
+    again = changed(resuming(config), training={"steps": 3, "lr": 0.5, "seed": 7})
+    alone(folder, again, tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "changed since step-2: training.steps 2 -> 3, training.lr 0.02 -> 0.5, training.seed 0 -> 7\n" in said
+    alone(folder, again, tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "changed since" not in said and "all 3 steps were done before; set training.steps to more" in said
+    with pytest.raises(ConfigError, match=r"step-3 was trained with training\.optimizer adamw, whose state sgd cannot"):
+        alone(folder, changed(again, training={"optimizer": "sgd", "steps": 4}), tmp_path / "run")
+
+
+def test_a_step_whose_bytes_have_changed_is_not_gone_on_from(tmp_path: Path):
+    config, folder = settings(tmp_path, steps=1), make_folder(tmp_path / "model", 1)
+    alone(folder, config, tmp_path / "run")
+    (file,) = (tmp_path / "run" / "step-1").rglob("optimizer.exp_avg.safetensors")
+    raw = bytearray(file.read_bytes())
+    raw[-8] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"optimizer\.exp_avg\.safetensors: its blake3 is not the one written"):
+        alone(folder, changed(resuming(config), training={"steps": 2}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "harm", [{"step": 0}, {"step": "3"}, {"position": {"used": [-1]}}, {"updates": {"all": "a", "but": {}}}], ids=str
+)
+def test_a_position_that_is_none_is_one_line(tmp_path: Path, harm: dict):
+    config, folder = settings(tmp_path, steps=1), make_folder(tmp_path / "model", 1)
+    alone(folder, config, tmp_path / "run")
+    file = tmp_path / "run" / "step-1" / state.TRAINER
+    file.write_text(json.dumps(json.loads(file.read_text()) | harm))
+    with pytest.raises(CheckpointError, match=r"step-1/trainer\.json: cannot be read"):
+        state.read_progress(tmp_path / "run" / "step-1", "auto")
+
+
+def test_the_folder_of_a_run_is_no_step_but_has_some(tmp_path: Path):
+    config, folder = settings(tmp_path, steps=1), make_folder(tmp_path / "model", 1)
+    alone(folder, config, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"Did you mean .*run/step-1\?"):
+        alone(folder, resuming(config, str(tmp_path / "run")), tmp_path / "other")

@@ -75,6 +75,7 @@ def train(
     # Data: one rank of each machine tokenizes, the others find the tokens in the cache.
     examples = data.open_data(folder, run.output, run.plan, config, mesh, run.first if prepares is None else prepares)
     config = examples.resolved(config)
+    changed = state.changes(start, config) if progress.step else ""
     run = replace(run, config=config)
 
     # Model and optimizer.
@@ -87,7 +88,7 @@ def train(
         f"tp {mesh.degree} x dp {mesh.dp_degree} on {mesh.device.type}, {_count(model):,} parameters a rank, "
         f"{examples.told()}, step {progress.step} of {config.training.steps}, from {start}"
     )
-    for note in (*examples.notes, *([told_of_packing(model)] if examples.packed else [])):
+    for note in filter(None, (changed, *examples.notes, told_of_packing(model) if examples.packed else "")):
         metrics.say(note)
     if run.first:
         metrics.watch = Watch(run.output, config.profile, config.logging.split_every, gpu=mesh.device.type == "cuda")
@@ -149,6 +150,8 @@ def run_steps(
             restart_clock()
     if progress.step > first:
         saves.end(progress)
+    elif first >= training.steps:
+        metrics.say(f"all {training.steps} steps were done before; set training.steps to more to go on")
     return losses
 
 
@@ -198,7 +201,7 @@ def open_model(run: Run, start: Path, progress: Progress, trust_remote_code: boo
     """This rank's part of the model, with the weights in ``start``."""
     config, mesh = run.config, run.mesh
     dtype = master_dtype(config.training.precision)
-    tensors = state.load_tensors(start, mesh, dtype, masters=progress.step > 0)
+    tensors = together(mesh, lambda: state.load_tensors(start, mesh, dtype, masters=progress.step > 0))
     sliced, length = config.parallelism.sequence_parallel, config.training.seq_len
     if sliced and length % mesh.degree:
         raise ConfigError(

@@ -90,7 +90,11 @@ def find_start(folder: Path, output: Path, resume: str) -> Path:
         return (complete_steps(output) or [folder])[-1]
     path = Path(resume)
     if not (path / TRAINER).is_file() or not (path / NAME).is_file():
-        raise ConfigError(f"{path}: there is no complete step of a training run to resume from.")
+        within = complete_steps(path)
+        raise ConfigError(
+            f"{path}: there is no complete step of a training run to resume from.",
+            hint=f"Did you mean {within[-1]}?" if within else "",
+        )
     steps = complete_steps(output)
     if steps and _STEP.search(path.name) and _number(steps[-1]) > _number(path):
         raise ConfigError(
@@ -122,9 +126,42 @@ def read_progress(folder: Path, resume: str) -> Progress:
         names = read_manifest(folder).groups
         every = {name: usual["all"] for group in names for name in names[group] if group.startswith(_OPTIMIZER)}
         scale = Scale(**data["loss_scale"]) if data.get("loss_scale") else None
-        return Progress(int(data["step"]), Position(**data["position"]), every | usual["but"], scale)
+        position, updates = Position(**data["position"]), every | usual["but"]
+        whole = [data["step"] - 1, position.epoch, *position.used]
+        if not all(isinstance(n, int) and n >= 0 for n in whole):
+            raise ValueError("a step or position that is no number of steps or sequences")
+        if not all(isinstance(n, int | float) for n in updates.values()):
+            raise ValueError("updates that are no numbers")
+        return Progress(data["step"], position, updates, scale)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
+
+
+def changes(start: Path, config: Config) -> str:
+    """What of the configuration is not as it was when a step was saved; an optimizer of another kind is refused."""
+    try:
+        then, now = json.loads((start / TRAINER).read_text("utf-8"))["config"], config.model_dump(mode="json")
+        before, after = dict(_flat(then)), dict(_flat(now))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of another version: nothing to compare
+        return ""
+    kind = "training.optimizer"
+    if before.get(kind, after[kind]) != after[kind]:
+        raise ConfigError(
+            f"{start.name} was trained with {kind} {before[kind]}, whose state {after[kind]} cannot go on from.",
+            hint=f"Set {kind}={before[kind]}, or merge and shard the step to begin anew from its weights.",
+        )
+    told = [f"{key} {json.dumps(before.get(key))} -> {json.dumps(after[key])}" for key in after if key in before
+            and before[key] != after[key] and key.startswith(("training.", "data."))]  # fmt: skip
+    return f"changed since {start.name}: {', '.join(told)}" if told else ""
+
+
+def _flat(data: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """``("training.lr", 0.1)`` for each value in nested sections."""
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
 
 
 def check_same_model(base: Manifest, start: Manifest, where: Path) -> None:
@@ -134,9 +171,12 @@ def check_same_model(base: Manifest, start: Manifest, where: Path) -> None:
 
 
 def load_tensors(folder: Path, mesh: Mesh, dtype: torch.dtype, *, masters: bool) -> dict[str, Tensor]:
-    """This rank's tensors for training: floating ones in ``dtype``, exactly as they were when they were saved."""
+    """This rank's tensors for training: floating ones in ``dtype``, exactly as they were when they were saved.
+
+    All files of a step (``masters``) are compared with their hashes: a run that goes on from other bytes is no use.
+    """
     held = read_manifest(folder)
-    tensors = load_rank(folder, mesh.rank, device=mesh.device, tp=mesh.degree)
+    tensors = load_rank(folder, mesh.rank, device=mesh.device, tp=mesh.degree, check=masters)
     if masters and MASTER in held.groups:
         tensors |= load_rank(folder, mesh.rank, device=mesh.device, tp=mesh.degree, group=MASTER)
     own = {
