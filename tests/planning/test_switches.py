@@ -60,3 +60,31 @@ def test_a_dropout_used_for_both_kinds_is_switched_between_its_calls(
     assert Switch("layers.0.down", "output", False) in plan.switches
     same, verdict = run_ranks(equal, tp, plan.dumps())[0]
     assert same, verdict
+
+
+class Attended(nn.Module):
+    """Attention by hand, whose rate is nought in evaluation, over heads that ranks share unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).view(*x.shape[:2], 3, 8).transpose(1, 2) for f in (self.q, self.k, self.v))
+        weights = torch.softmax(q @ k.transpose(2, 3) / 8**0.5, -1)
+        weights = nn.functional.dropout(weights, p=0.4 if self.training else 0.0, training=self.training)
+        return x + self.drop(self.o((weights @ v).transpose(1, 2).flatten(2)))
+
+
+def equal_attended(mesh: Mesh, planned: str) -> Any:
+    torch.manual_seed(0)
+    result = compare_on_rank(Attended(), (torch.randn(3, 7, 24),), Plan.loads(planned), mesh)
+    return result and (result.equal, result.verdict())
+
+
+def test_a_rate_that_is_nought_in_evaluation_is_a_draw_in_training(run_ranks: Callable[..., list[Any]]) -> None:
+    plan = make_plan(Attended(), (torch.randn(3, 7, 24),), tp=2)
+    assert plan["o.weight"].layout.cut and plan.switches
+    same, verdict = run_ranks(equal_attended, 2, plan.dumps())[0]
+    assert same, verdict

@@ -30,6 +30,8 @@ DROPS = {
     "rrelu": 3,
 }
 """Ops that draw while a flag is set -> the place of the flag; they are recorded with it and without."""
+_RATES = {"scaled_dot_product_attention": (4, "dropout_p")}
+"""Ops whose rate has another place and name than a dropout's."""
 
 
 class Random:
@@ -135,12 +137,11 @@ def random_nodes(flow: Flow, training: Any) -> Iterable[fx.Node]:
             continue
         own = number[call] = number.get(call, -1) + 1
         op = node.meta["op"]
-        if op == "scaled_dot_product_attention":
+        if op in _RATES or op.rstrip("_") in DROPS:
+            position, name = _RATES.get(op, (1, "p"))
             differs = training.get(call.module)
-            if _rate(node) or (own, (1, "dropout_p")) in differs or (own, (0, 4)) in differs:
-                yield node
-        elif op.rstrip("_") in DROPS:
-            if flow.ax.bound.get(node, {}).get("p", _argument(node, 1, "p")) != 0.0:
+            rate = flow.ax.bound.get(node, {}).get(name, _argument(node, position, name))
+            if rate != 0.0 or (own, (0, position)) in differs or (own, (1, name)) in differs:
                 yield node
         elif is_random(op):
             yield node
@@ -161,13 +162,9 @@ def _in_evaluation(node: fx.Node) -> bool:
     """Whether an op drew when it was recorded, which is in evaluation."""
     op = node.meta["op"]
     if op == "scaled_dot_product_attention":
-        return bool(_rate(node))
+        return bool(_argument(node, *_RATES[op]))
     at = DROPS.get(op.rstrip("_"))
     return at is None or bool(_argument(node, at, "train" if "train" in node.kwargs else "training"))
-
-
-def _rate(node: fx.Node) -> Any:
-    return _argument(node, 4, "dropout_p")
 
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:
