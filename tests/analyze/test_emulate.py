@@ -50,7 +50,27 @@ class Filling(nn.Module):
         return self.mlp(x + out.sum(0))
 
 
-@pytest.mark.parametrize("kind", [Drawing, Filling])
+class Sampling(nn.Module):
+    """Noise that a custom function draws."""
+
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return torch.empty_like(x).normal_()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return torch.zeros_like(grad)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.Noise.apply(x.detach()))
+
+
+@pytest.mark.parametrize("kind", [Drawing, Filling, Sampling])
 def test_what_a_run_makes_of_nothing_is_what_was_recorded(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module = kind()
@@ -116,3 +136,27 @@ def test_what_is_written_into_a_cast_that_changes_nothing_is_written_into_both()
     torch.manual_seed(0)
     module, inputs = Casting(), {"x": torch.randn(2, 5, 8)}
     assert emulate_module(module, inputs, make_plan(module, inputs, tp=2)).equal
+
+
+class Cancelling(nn.Module):
+    """Adds a difference of equal numbers: nothing but the rounding of two sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, bias = torch.relu(self.mlp.up(x)), self.mlp.down.bias
+        out = self.mlp.down(h)
+        return out + (out - ((self.mlp.down(h * 3) - bias) / 3 + bias))
+
+
+def test_what_is_rounding_alone_is_held_to_what_rounding_does() -> None:
+    torch.manual_seed(0)
+    plan = make_plan(Cancelling(), {"x": ROWS}, tp=2)
+    assert plan["mlp.up.weight"].layout.cut
+    result = emulate_module(Cancelling(), {"x": ROWS}, plan)
+    assert result.equal, result.verdict()
+    usual = result.tolerance.bound
+    assert any(usual < c.error <= c.bound and c.kind == "op" for c in result.checks)
+    assert all(c.bound == usual for c in result.checks if c.kind in ("output", "gradient"))

@@ -181,3 +181,47 @@ def test_what_a_module_of_several_layers_puts_together_is_found_again(kind: type
     assert gathered(plan) == [(where, "output")]
     assert all(plan[f"decoder.heads.{i}.weight"].layout.cut for i in range(3))
     assert emulate_module(module, inputs, plan).equal
+
+
+class Tied(nn.Module):
+    """A layer between norms whose parameters are those of another one, which is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.used, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.used.weight, self.used.bias = self.kept.weight, self.kept.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.used(self.norm(x)))
+
+
+class Projector(nn.Module):
+    """A layer between norms, in a module that returns what it does."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projector, self.norm = self.Around(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.projector(self.norm(x))
+        return self.norm(x) + x[..., :1]
+
+
+@pytest.mark.parametrize(("kind", "where"), [(Tied, "used"), (Projector, "projector")])
+def test_a_layer_cut_by_itself_is_found_again_wherever_its_parameters_and_result_are(
+    kind: type[nn.Module], where: str
+) -> None:
+    torch.manual_seed(0)
+    module, inputs = kind(), {"x": torch.randn(2, 5, WIDTH)}
+    plan = make_plan(module, inputs, tp=2, overrides=["*=gathered"])
+    assert gathered(plan) == [(where, "output")]
+    result = emulate_module(module, inputs, plan)
+    assert result.equal, result.verdict()

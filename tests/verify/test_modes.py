@@ -260,3 +260,11 @@ def test_the_loss_leaves_out_infinities():
 
 def test_without_an_output_to_differentiate_there_is_no_loss():
     assert loss_of({"ids": torch.arange(3), "seen": X}) is None
+
+
+def test_masks_are_what_is_most_likely() -> None:
+    """Dropout written by hand draws ones or zeros: ranks would draw others for their parts than the whole model."""
+    with Exact():
+        assert torch.empty(9).bernoulli_(0.9).eq(1).all() and torch.empty(9).bernoulli_(0.1).eq(0).all()
+        assert torch.bernoulli(torch.tensor([0.2, 0.7])).tolist() == [0.0, 1.0]
+        assert torch.bernoulli(torch.zeros(2), 0.7).tolist() == [1.0, 1.0]

@@ -65,16 +65,19 @@ class Emulation:
         return max((d.error for d in [*self.forward, *self.outputs, *self.gradients]), default=0.0)
 
 
-def emulate(flow: Flow, deal: Deal, *, loss_seed: int = 0, faults: frozenset[str] = frozenset()) -> Emulation:
-    """Run every rank of ``deal`` and compare.  The trace must hold values."""
-    return Lockstep(flow, deal, faults).run(loss_seed)
+def emulate(flow: Flow, deal: Deal, *, loss_seed: int = 0, floor: float = 1e-6) -> Emulation:
+    """Run every rank of ``deal`` and compare.  The trace must hold values.
+
+    A gradient below ``floor`` times the largest one is compared as if it were as large as that.
+    """
+    return Lockstep(flow, deal, floor).run(loss_seed)
 
 
 class Lockstep:
     """The environments of all ranks."""
 
-    def __init__(self, flow: Flow, deal: Deal, faults: frozenset[str] = frozenset()) -> None:
-        self.flow, self.ax, self.deal, self.faults = flow, flow.ax, deal, faults
+    def __init__(self, flow: Flow, deal: Deal, floor: float) -> None:
+        self.flow, self.ax, self.deal, self.floor = flow, flow.ax, deal, floor
         self.ranks = range(deal.tp)
         self.env: dict[fx.Node, list[Any]] = {}
         self.seen: dict[tuple[fx.Node, fx.Node], list[Any]] = {}  # (value, consumer) -> what that consumer sees
@@ -283,7 +286,7 @@ class Lockstep:
             self.out.notes.append(f"The whole model has no gradients in eval mode ({type(error).__name__}: {error}).")
             return
         torch.autograd.backward(losses)
-        floor = 1e-6 * max(float(g.abs().max()) if g.numel() else 0.0 for g in reference.values())
+        floor = self.floor * max(float(g.abs().max()) if g.numel() else 0.0 for g in reference.values())
         for node, parts in self.leaves.items():
             whole = reference[node]
             worst = 0.0

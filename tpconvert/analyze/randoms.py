@@ -148,9 +148,13 @@ def random_nodes(flow: Flow, training: Any) -> Iterable[fx.Node]:
 
 
 def drew(node: fx.Node) -> bool:
-    """Whether an op that returns one tensor drew it while it was recorded."""
+    """Whether an op that returns one tensor drew it while it was recorded, or a custom function's body did."""
     op = node.meta["op"]
-    return op.rstrip("_") not in DROPS and isinstance(node.meta["val"], torch.Tensor) and _draws_always(op)
+    if not isinstance(node.meta["val"], torch.Tensor):
+        return False
+    if isinstance(body := node.kwargs.get("also"), tuple | list) and not node.meta["grad"]:
+        return any(isinstance(n, fx.Node) and drew(n) for n in body)
+    return op.rstrip("_") not in DROPS and _draws_always(op)
 
 
 @lru_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,9 @@ class Reproduced:
     names: Mapping[Term, str]
     """Atom -> the plan's name for its axis."""
 
-    def emulate(self, flow: Flow | None = None) -> Emulation:
+    def emulate(self, flow: Flow | None = None, floor: float = 1e-6) -> Emulation:
         """Run every rank in lockstep and compare; ``flow`` is another form of its flow."""
-        return emulate(flow or self.choice.flow, self.choice.deal)
+        return emulate(flow or self.choice.flow, self.choice.deal, floor=floor)
 
 
 class NotHeldError(VerifyError):
@@ -49,7 +50,7 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
     Raises VerifyError where the recorded graph asks for another layout, another summed gradient or another
     collective than the plan has.
     """
-    ax = Axes(trace, load_rules(rules), joined_in(plan))
+    ax = Axes(trace, load_rules(rules), joined_in(plan, trace))
     named = {
         _candidate(ax, axis, plan): axis.name
         for axis in plan.axes
@@ -75,14 +76,27 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
     return Reproduced(Choice(chosen, flow, deal), names)
 
 
-def joined_in(plan: Plan) -> frozenset[str]:
+def joined_in(plan: Plan, trace: Trace) -> frozenset[str]:
     """The layers whose results are put together where they return them, and whose axes are theirs alone.
 
-    A layer has its parameters itself: what a larger module puts together comes from an axis that runs through it.
+    A layer has its parameters itself, under one of their names, and what it returns may be returned as it is by the
+    module around it, where it is put together then.  What a larger module computes from its layers' results comes from
+    an axis that runs through it.
     """
-    own = {a.name: a.parameters for a in plan.axes}
+    names: dict[str, set[str]] = defaultdict(set)
+    for v in plan.verdicts:
+        names[v.tied_to or v.name].add(v.name.rpartition(".")[0])
+    owners = {a.name: set.intersection(*(names[n] for n in a.parameters)) for a in plan.axes if a.parameters}
+    given: dict[str, set[fx.Node]] = defaultdict(set)
+    for call in trace.calls:
+        given[call.module] |= set(call.outputs.values())
     gathers = [b for b in plan.boundaries if b.kind == "gather" and b.side == "output" and b.blocks and b.module]
-    return frozenset(b.module for b in gathers if all(n.rpartition(".")[0] == b.module for n in own.get(b.axis, ("",))))
+    return frozenset(
+        layer
+        for b in gathers
+        for layer in owners.get(b.axis, ())
+        if layer == b.module or (given[layer] and given[layer] == given[b.module])
+    )
 
 
 def _check(flow: Flow, plan: Plan, name: str, names: Mapping[Term, str]) -> None:

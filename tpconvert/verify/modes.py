@@ -17,6 +17,9 @@ DROPOUTS = frozenset(
     f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_", "native_") for end in ("", "_")
 )
 
+MASKS = frozenset(["bernoulli", "bernoulli_"])
+"""Draws of zeros and ones: dropout that is written by hand makes its mask of them."""
+
 CASTS = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
 NAMES = {
     torch.float16: "torch.HalfTensor",
@@ -92,12 +95,23 @@ class Exact(Widened):
         if name == "scaled_dot_product_attention":
             rate, kwargs, args = _without_dropout(args, kwargs)
             self.rates += [rate] if rate else []
+        if name in MASKS:
+            return _likely(name, *args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def _rate(input: Any = None, p: float = 0.5, training: bool = True, *_: Any, **others: Any) -> float:
     """The rate of a call of dropout; ``native_dropout`` and the functions of ``torch`` say ``train``."""
     return float(p) if others.get("train", training) else 0.0
+
+
+def _likely(name: str, input: Tensor, p: Any = None, **_: Any) -> Tensor:
+    """Of zeros and ones those that are more likely: ranks draw other ones for their parts than the whole model does."""
+    rate = p if p is not None else 0.5 if name == "bernoulli_" else input
+    ones = torch.as_tensor(rate, device=input.device).detach() >= 0.5
+    with torch.no_grad():
+        drawn = ones.to(input.dtype).expand(input.shape)
+        return input.copy_(drawn) if name == "bernoulli_" else drawn.clone()
 
 
 def _without_dropout(args: Any, kwargs: dict[str, Any]) -> tuple[float, dict[str, Any], Any]:

@@ -81,7 +81,8 @@ class Result:
             kinds[c.kind] = kinds.get(c.kind, 0) + 1
         said = ", ".join(f"{n} {_plural(k) if n > 1 else k}" for k, n in kinds.items())
         if self.equal:
-            return f"Equal: {said}; largest error {self.worst(1)[0].error:.1e}, bound {self.tolerance.bound:.0e}."
+            worst = self.worst(1)[0]
+            return f"Equal: {said}; largest error {worst.error:.1e}, bound {worst.bound:.0e}."
         if not self.checks:
             return "Not verified: nothing was compared."
         bad = self.worst(1)[0]

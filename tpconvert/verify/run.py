@@ -24,6 +24,7 @@ from tpconvert.spec.plan import Plan
 from tpconvert.spec.sliced import sliced_form
 from tpconvert.verify.asked import compare_asked, sliced_flow
 from tpconvert.verify.dtypes import dtype_of, precision
+from tpconvert.verify.lastbits import checked
 from tpconvert.verify.modes import Exact, perturb
 from tpconvert.verify.ranks import LIMIT, How, Work, start_ranks
 from tpconvert.verify.result import BYTES, Check, Result
@@ -134,14 +135,10 @@ def emulate_module(
         trace = capture(module, inputs, values=True, rules=load_rules([Path(r) for r in rules]))
         found = reproduce(trace, plan, [Path(r) for r in rules])
         sliced = sliced_flow(found.choice.flow, plan) if sequence_parallel else None
-        emulation = found.emulate(sliced)
+        emulation = found.emulate(sliced, tolerance.floor)
         checks = compare_asked(module, inputs, trace, found, plan, sliced)
-    bound = tolerance.bound
-    checks += [Check("op", f"{d.name} in {d.module or 'the model'}", d.error, bound, "eval") for d in emulation.forward]
-    checks += [Check("output", d.name, d.error, bound, "eval") for d in emulation.outputs]
-    checks += [Check("gradient", d.name, d.error, bound, "eval") for d in emulation.gradients]
-    parted = next((d.module for d in emulation.forward if not d.error <= bound), "")
-    return Result(tuple(checks), tolerance, parted, tuple(emulation.notes))
+        ops, parted = checked(emulation, found.choice.flow.ax, tolerance)
+    return Result((*checks, *ops), tolerance, parted, tuple(emulation.notes))
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------
