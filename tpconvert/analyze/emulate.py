@@ -76,7 +76,7 @@ def emulate(flow: Flow, deal: Deal, *, loss_seed: int = 0, floor: float = 1e-6) 
 class Lockstep:
     """The environments of all ranks."""
 
-    def __init__(self, flow: Flow, deal: Deal, floor: float) -> None:
+    def __init__(self, flow: Flow, deal: Deal, floor: float = 1e-6) -> None:
         self.flow, self.ax, self.deal, self.floor = flow, flow.ax, deal, floor
         self.ranks = range(deal.tp)
         self.env: dict[fx.Node, list[Any]] = {}
