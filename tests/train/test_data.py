@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -6,12 +7,13 @@ import pytest
 import torch
 
 from tests.train.tiny import make_folder, make_text
+from tpconvert.checkpoint import load_rank
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import make_mesh
 from tpconvert.train.batch import IGNORE, Shortened, check_fingerprints, collate, count_labels, fingerprint
 from tpconvert.train.config import make_config
 from tpconvert.train.data import Held
-from tpconvert.train.fits import Limits, check_fits
+from tpconvert.train.fits import Limits, check_fits, cut_off
 from tpconvert.train.loop import train
 from tpconvert.train.objectives import Causal, Part, make_sequences, split
 from tpconvert.train.order import Batches, Position
@@ -167,6 +169,42 @@ def test_text_that_the_model_has_no_words_or_places_for_is_an_error_with_the_num
         check_fits(config, numbers(300), ByteTokenizer(), Limits(255))
     with pytest.raises(ConfigError, match=r"seq_len 64 is more than the 63 positions of the model"):
         check_fits(config, numbers(300), ByteTokenizer(), Limits(places=63))
+
+
+def test_places_are_known_by_whatever_name_the_kind_of_model_has_for_them():
+    from tests.parallel.same import plan_of
+    from tpconvert.train.fits import limits
+
+    plan = plan_of(torch.nn.Linear(2, 2), 1, {})
+    assert limits({"model_type": "gpt2", "n_positions": 64, "vocab_size": 9}, plan) == Limits(9, 64, 2)
+    assert limits({"model_type": "llama", "max_position_embeddings": 64}, plan).places == 64
+    assert limits({"model_type": "of my own", "n_positions": 64}, plan).places is None
+
+
+def test_examples_that_are_cut_off_are_counted():
+    config = {"data": {"path": "x", "objective": "seq2seq", "target_len": 2}, "training": {"seq_len": 4}}
+    pairs = replace(numbers(13, 4, 9), more={"target": Column(np.arange(6), np.array([0, 3, 6, 6]))})
+    assert list(cut_off(make_config(config), pairs, ByteTokenizer())) == [
+        "1 of 3 examples are longer than training.seq_len 4 and cut off",
+        "2 of 3 examples are longer than data.target_len 2 and cut off",
+    ]
+    assert list(cut_off(make_config({"data": {"path": "x"}}), numbers(5000), ByteTokenizer())) == []
+
+
+def test_a_step_with_nothing_to_predict_changes_no_weight(tmp_path: Path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "abc", "to": "d"}\n' * 4)
+    config = make_config({
+        "training": {"steps": 1, "micro_batch_size": 2, "seq_len": 2, "precision": "fp32"},
+        "data": {"path": str(tmp_path / "a.jsonl"), "tokenizer": "bytes", "target": "to", "pack": False},
+        "logging": {"every": 1, "tensorboard": False},
+    })  # fmt: skip
+    folder = make_folder(tmp_path / "model", 1)
+    losses = train(folder, config, make_mesh(1), output=tmp_path / "run")
+    said = capsys.readouterr().out
+    assert losses == [0.0] and "4 of 4 examples are longer than training.seq_len 2 and cut off\n" in said
+    assert "step 1: there is nothing to predict in its batch, so no weight is changed\n" in said
+    before, after = (load_rank(f, 0) for f in (folder, tmp_path / "run" / "step-1"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_more_classes_than_the_model_has_are_an_error_with_the_numbers():

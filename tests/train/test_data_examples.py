@@ -96,6 +96,8 @@ def test_each_example_trains_the_model_that_it_is_for(run_ranks, tmp_path: Path,
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         (held,) = [line["eval_loss"] for line in lines if "eval_loss" in line]
         assert abs(held - losses[0][1]) < 0.5
+        right = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line]
+        assert len(right) == (name in ("classifier", "tagger")) and all(0 <= share <= 1 for share in right)
 
 
 @pytest.mark.parametrize("name", ["t5", "classifier", "tagger"])
@@ -112,6 +114,74 @@ def test_the_loss_is_that_of_transformers(run_ranks, tmp_path: Path, name: str):
         expected = model(input_ids=batch.ids, attention_mask=batch.attention, labels=batch.labels).loss.item()
     for ours in run_ranks(evaluated, 2, folder, config, tmp_path / "run", timeout=250):
         assert abs(ours - expected) < 1e-5 * expected
+
+
+def test_pairs_of_texts_are_what_transformers_makes_of_them(run_ranks, tmp_path: Path):
+    """Ids, kinds and mask are those of its tokenizer; loss and share of right answers those of its model."""
+    from transformers import AutoTokenizer
+
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**SIZES, num_labels=3))
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    model.eval().save_pretrained(tmp_path / "source")
+    save_tokenizer(tmp_path / "source", True, pair=True)
+    source = open_source(str(tmp_path / "source"))
+    shard(source.weights(), make_plan(source.module, source.inputs, tp=2, source=source.description), tmp_path / "tp")
+    items = [{"text": sums(i), "other": f"{i} is" + " times" * (i % 30), "label": i % 3} for i in range(24)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    config = small(
+        tmp_path, "classifier", "data.labels=[]", "data.pair=other", f"data.path={tmp_path / 'pairs.jsonl'}",
+        "data.eval.fraction=null", f"data.eval.path={tmp_path / 'pairs.jsonl'}",
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "source")
+    texts = [[item[key] for item in items] for key in ("text", "other")]
+    given = tokenizer(*texts, padding=True, truncation=True, max_length=32, return_tensors="pt")
+    assert given["token_type_ids"].any() and (given["attention_mask"].sum(1) == 32).any()
+    labels = torch.tensor([item["label"] for item in items])
+    with torch.no_grad():
+        expected = model(**given, labels=labels)
+    right = (expected.logits.argmax(-1) == labels).double().mean().item()
+    for ours in run_ranks(judged, 2, tmp_path / "tp", config, tmp_path / "run", timeout=250):
+        assert abs(ours["eval_loss"] - expected.loss.item()) < 1e-5 and abs(ours["eval_accuracy"] - right) < 1e-9
+
+
+def judged(mesh, folder: Path, config, output: Path) -> dict[str, float] | None:
+    from tpconvert.checkpoint import read_plan
+    from tpconvert.train.data import open_data
+    from tpconvert.train.evaluate import evaluate
+    from tpconvert.train.loop import open_model
+    from tpconvert.train.state import Progress, Run
+
+    data = open_data(folder, output, read_plan(folder), config, mesh, mesh.rank == 0)
+    model = open_model(Run(folder, output, read_plan(folder), config, mesh), folder, Progress(), False, data.packed)
+    return evaluate(model, data, lambda: False)
+
+
+def of_parts(mesh) -> tuple[list[int], list[int]]:
+    from tpconvert.spec.layout import Block, Layout
+    from tpconvert.train.model import likeliest
+
+    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+    blocks = (Block(3), Block(4))
+    mine = [logits[..., a:z] for a, z in Layout(0, blocks).pieces(mesh.rank, mesh.degree)]
+    found = likeliest(torch.cat(mine, -1), mesh, blocks)
+    return found.flatten().tolist(), logits.argmax(-1).flatten().tolist()
+
+
+def test_the_likeliest_class_is_found_where_each_rank_has_some(run_ranks):
+    for ours, whole in run_ranks(of_parts, 3):
+        assert ours == whole
+
+
+def test_a_pair_of_what_has_no_pairs_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"data: pair is for objective classification, not causal; seq2seq has"):
+        make_config({"data": {"path": "x", "pair": "other"}})
+    (tmp_path / "a.jsonl").write_text('{"text": "1", "label": 0}\n')
+    folder = sharded(tmp_path, "classifier", 1)
+    config = small(tmp_path, "classifier", "data.pair=other", f"data.path={tmp_path / 'a.jsonl'}")
+    with pytest.raises(ConfigError, match=r"line 1: there is no text under the key 'other'; .*\. Set data\.pair, or"):
+        train(folder, config, make_mesh(1), output=tmp_path / "run")
 
 
 def evaluated(mesh, folder: Path, config, output: Path) -> float:

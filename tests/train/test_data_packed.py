@@ -26,6 +26,7 @@ from tpconvert.source import open_source
 from tpconvert.train.config import Config, make_config
 from tpconvert.train.data import IGNORE, Position, open_data
 from tpconvert.train.loop import train
+from tpconvert.train.packed import Trial, is_padding_left_out
 
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
@@ -130,3 +131,36 @@ def test_one_document_is_trained_without_asking_the_model_anything(tmp_path: Pat
     folder, config = make_folder(tmp_path / "model", 1), settings(tmp_path, tokenizer="bytes", documents="file")
     train(folder, config, make_mesh(1), output=tmp_path / "run")
     assert "packed documents" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("forward", "left_out"),
+    [
+        (lambda batch: batch.ids.float().cumsum(1)[..., None], True),
+        (lambda batch: (batch.ids.float() * batch.attention).mean(1, keepdim=True) * batch.attention, False),
+        (lambda batch: (batch.ids.float() * batch.attention).sum(1, keepdim=True), True),
+        (lambda batch: batch.ids.float().mean(1, keepdim=True), False),
+        (lambda batch: batch.ids[:, batch.attention.shape[1] :].reshape(-1, 7), False),
+    ],
+    ids=["causal", "mean over padding", "masked", "not masked", "raises"],
+)
+def test_padding_is_left_out_or_not(forward, left_out: bool):
+    trial = Trial(torch.arange(1, 90), 16, torch.float32, 1e-3)
+    assert is_padding_left_out(torch.nn.Linear(1, 1), forward, trial, make_mesh(1)) == left_out
+
+
+def padded(mesh, folder: Path, config, output: Path) -> list[float] | str:
+    try:
+        return train(folder, config, mesh, output=output)
+    except ConfigError as error:
+        return error.message
+
+
+def test_slices_of_padded_sequences_are_trained_if_padding_is_shown_to_be_left_out(run_ranks, tmp_path: Path):
+    from tests.train.test_loop import changed, settings, worst
+
+    config = changed(settings(tmp_path, steps=3, micro_batch_size=4), data={"pack": False, "documents": "line"})
+    folder = make_folder(tmp_path / "model", 2, by_hand=False)
+    plain = run_ranks(padded, 2, folder, config, tmp_path / "plain")[0]
+    sliced = run_ranks(padded, 2, folder, changed(config, parallelism={"sequence_parallel": True}), tmp_path / "sliced")
+    assert worst(sliced[0], plain) < 1e-11

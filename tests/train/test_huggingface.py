@@ -39,7 +39,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def save_tokenizer(folder: Path, masked: bool) -> None:
+def save_tokenizer(folder: Path, masked: bool, pair: bool = False) -> None:
     special = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
     inner = Tokenizer(
         models.WordLevel({w: i for i, w in enumerate([*special, *"0123456789", "is", "times", "."])}, "[UNK]")
@@ -48,9 +48,13 @@ def save_tokenizer(folder: Path, masked: bool) -> None:
     names = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
     if masked:
         inner.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1" if pair else None,
+            special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
         )
         names |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+        if pair:
+            names["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     else:
         names |= {"eos_token": "[SEP]"}
     PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(folder)

@@ -239,3 +239,11 @@ def test_the_module_is_built_from_what_the_folder_says_without_tracing(tmp_path:
     folder = make_folder(tmp_path / "model", 2)
     source = open_module(folder, read_plan(folder))
     assert all(p.is_meta for p in source.module.parameters())
+
+
+def test_an_output_that_cannot_be_written_is_told_before_training(tmp_path: Path):
+    from tpconvert.parallel import make_mesh
+
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError, match=r"run: nothing can be written there \(.*\)\. Choose another --output\."):
+        train(make_folder(tmp_path / "model", 1), settings(tmp_path), make_mesh(1), output=tmp_path / "run")

@@ -130,7 +130,7 @@ def test_a_full_disk_or_a_closed_console_costs_lines_and_not_the_run(tmp_path: P
         for step in (1, 2):
             metrics.count(10)
             metrics.log(step, loss=2.0, lr=0.1, grad_norm=1.0, epoch=0)
-        metrics.evaluated(2, 1.0)
+        metrics.evaluated(2, {"eval_loss": 1.0})
         with contextlib.suppress(OSError):
             metrics._file.close()
         metrics.close()

@@ -220,3 +220,13 @@ def test_the_folder_of_a_run_is_no_step_but_has_some(tmp_path: Path):
     alone(folder, config, tmp_path / "run")
     with pytest.raises(ConfigError, match=r"Did you mean .*run/step-1\?"):
         alone(folder, resuming(config, str(tmp_path / "run")), tmp_path / "other")
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path: Path):
+    import os
+
+    first = state.claim(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"run: another run is writing there\. Wait for its end, or choose another"):
+        state.claim(tmp_path / "run", patience=0.3)
+    os.close(first)
+    os.close(state.claim(tmp_path / "run"))

@@ -100,6 +100,14 @@ def test_tokens_are_made_once_and_again_when_a_file_changes(tmp_path: Path, monk
     assert tokenize(Data(path=str(file)), ByteTokenizer(), tmp_path / "cache") != first
 
 
+@pytest.mark.parametrize("name", ["tokens.json", "ids.bin", "ids.starts.npy"])
+def test_tokens_that_were_harmed_are_made_again(tmp_path: Path, name: str):
+    (tmp_path / "a.txt").write_text("ab")
+    first = tokenize(Data(path=str(tmp_path / "a.txt")), ByteTokenizer(), tmp_path / "cache")
+    (first / name).write_bytes((first / name).read_bytes()[:1])
+    assert tokens_of(tmp_path, path=str(tmp_path / "a.txt")).ids.tolist() == [97, 98, 256]
+
+
 def test_a_folder_without_a_tokenizer_says_what_to_set(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"there is no tokenizer in this folder\. Set data\.tokenizer"):
         open_tokenizer(Data(path="x"), tmp_path)

@@ -26,6 +26,8 @@ class Batch:
     """1 where there is a token, 0 where there is padding."""
     documents: Tensor | None = None
     """Where documents are packed and kept apart: the number of each position's."""
+    types: Tensor | None = None
+    """Of two texts that belong together: which of them each position is of, for a model that is told."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device."""
@@ -33,11 +35,11 @@ class Batch:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All there is in it."""
-        return self.ids, self.labels, self.attention, self.documents
+        return self.ids, self.labels, self.attention, self.documents, self.types
 
     def named(self) -> dict[str, Tensor]:
         """The tensors by their names."""
-        names = ("ids", "labels", "attention", "documents")
+        names = ("ids", "labels", "attention", "documents", "types")
         return {name: tensor for name, tensor in zip(names, self.tensors(), strict=True) if tensor is not None}
 
     @property
@@ -143,7 +145,11 @@ class Shortened:
         if labels.dim() == 2:
             longest = _up(int((labels != IGNORE).sum(1).max()), self.multiple) if self.pairs else width
             labels = labels[:, :longest]
-        return Batch(*(t.contiguous() for t in (batch.ids[:, :width], labels, batch.attention[:, :width])))
+        ids, attention, types = (
+            None if t is None else t[:, :width].contiguous() for t in (batch.ids, batch.attention, batch.types)
+        )
+        assert ids is not None and attention is not None
+        return Batch(ids, labels.contiguous(), attention, types=types)
 
 
 def _up(length: int, multiple: int) -> int:
@@ -155,8 +161,9 @@ def collate(rows: Sequence[Any]) -> Batch:
     ids, labels = (torch.from_numpy(np.stack([r[name] for r in rows])) for name in ("ids", "labels"))
     length = torch.tensor([r["used"] for r in rows])
     attention = (torch.arange(ids.shape[1]) < length[:, None]).long()
-    packed = "documents" in rows[0]
-    return Batch(ids, labels, attention, torch.from_numpy(np.stack([r["documents"] for r in rows])) if packed else None)
+    there = [name for name in ("documents", "types") if name in rows[0]]
+    more = {name: torch.from_numpy(np.stack([r[name] for r in rows])) for name in there}
+    return Batch(ids, labels, attention, **more)
 
 
 def count_labels(batches: Sequence[Batch | OwnBatch]) -> int:

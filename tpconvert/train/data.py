@@ -24,7 +24,7 @@ from tpconvert.train.batch import (
 )
 from tpconvert.train.config import Config, accumulation
 from tpconvert.train.data_config import Source
-from tpconvert.train.fits import Limits, check_fits, limits, read_config
+from tpconvert.train.fits import Limits, check_fits, cut_off, limits, read_config
 from tpconvert.train.objectives import Sequences, make_sequences, split
 from tpconvert.train.order import Batches, Micro, Position, Stack
 from tpconvert.train.own import Numbered, Stream, collate_own, is_numbered, open_dataset
@@ -91,6 +91,8 @@ class Data:
     """Whether several documents share a sequence, and their ends are to be respected."""
     full: bool = True
     """Whether all sequences are seq_len long, so that each step computes as much as any."""
+    classes: bool = False
+    """Whether what is predicted is one of a few classes, so that it can be told how many are right."""
     every: int = 1
     """Steps between two evaluations."""
     most: int | None = None
@@ -176,6 +178,8 @@ def _text(
         for source, tokens in found
         if tokens.bad
     ]
+    for _, tokens in found[:count]:
+        notes += cut_off(config, tokens, tokenizer)
     stack: Stack = collate
     if data.pad_to == "longest" and not packed:
         stack = Shortened(math.lcm(8, mesh.degree), data.objective == "seq2seq")
@@ -185,6 +189,7 @@ def _text(
         tuple(notes),
         packed and data.boundaries != "none" and any(len(tokens.starts) > 2 for _, tokens in found),
         full=stack is collate,
+        classes=data.objective in ("classification", "tagging"),
         **_how_often(config),
     )
 

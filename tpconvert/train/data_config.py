@@ -99,6 +99,8 @@ class Data(Section):
     target: str | None = None
     """The key of what is predicted: ``target`` (seq2seq), ``label`` (classification), ``tags`` (tagging). Causal: none;
     where it is set, it goes on from the text, which is then read only."""
+    pair: str | None = None
+    """For classification: the key of a second text, that the first is to be judged together with."""
     labels: tuple[str, ...] = ()
     """Names of the classes or tags, in the order of their numbers. Default: those in the model's configuration."""
     prefix: str = ""
@@ -142,4 +144,6 @@ class Data(Section):
         given = [name for name in ("path", "hub", "sources", "dataset") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"one of path, hub, sources and dataset is needed, {' and '.join(given) or 'none'} given")
+        if self.pair is not None and self.objective != "classification":
+            raise ValueError(f"pair is for objective classification, not {self.objective}; seq2seq has target")
         return self

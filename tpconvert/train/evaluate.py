@@ -11,14 +11,14 @@ from tpconvert.train.model import Model
 from tpconvert.train.ranks import summed_over_dp, totals
 
 
-def evaluate(model: Model, data: Data, stopped: Callable[[], bool]) -> float | None:
-    """The mean loss on the held-out set, in evaluation mode; the same on all ranks.
+def evaluate(model: Model, data: Data, stopped: Callable[[], bool]) -> dict[str, float] | None:
+    """The mean loss on the held-out set, and for classes how many are right, in evaluation mode; same on all ranks.
 
     ``stopped`` is asked before each batch; where it is true on any rank, all give up and return None.
     """
     assert data.held is not None
     device = model.mesh.device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     model.module.eval()
     try:
         with torch.no_grad():
@@ -26,12 +26,14 @@ def evaluate(model: Model, data: Data, stopped: Callable[[], bool]) -> float | N
                 if any(totals(model.mesh, [int(stopped())])):
                     return None
                 torch.manual_seed(number)  # for a loss that draws; a step of training seeds anew
-                loss = model.loss(batch.to(device))
+                here = batch.to(device)
+                loss, right = model.judged(here) if data.classes else (model.loss(here), sums.new_zeros(()))
                 if counts:
-                    sums += torch.stack([loss.double(), torch.tensor(float(model.count([batch])), device=device)])
+                    sums += torch.stack([loss.double(), right.double(), sums.new_tensor(model.count([batch]))])
     finally:
         model.module.train()
         for unit in model.shards.units:  # which a forward without a backward leaves whole
             unit.reshard()
-    total, count = summed_over_dp(sums, model.mesh).tolist()
-    return total / max(count, 1.0)
+    total, right, count = summed_over_dp(sums, model.mesh).tolist()
+    found = {"eval_loss": total / max(count, 1.0)}
+    return found | ({"eval_accuracy": right / max(count, 1.0)} if data.classes else {})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tpconvert.errors import ConfigError
 from tpconvert.spec.plan import Plan
@@ -38,10 +40,38 @@ def limits(held: Mapping[str, Any], plan: Plan) -> Limits:
     classes = len(held["id2label"]) if held.get("id2label") else 2 if held else None  # 2 is not written down
     held = {**held, **(held.get("text_config") or {})}
     cut = [axis.size for axis in plan.axes if axis.pattern == "vocabulary"]
-    words, places = max(cut, default=held.get("vocab_size")), held.get("max_position_embeddings")
+    words, places = max(cut, default=_under(held, "vocab_size")), _under(held, "max_position_embeddings")
     return Limits(
         words if isinstance(words, int) else None, places if isinstance(places, int) and places > 0 else None, classes
     )
+
+
+def _under(held: Mapping[str, Any], name: str) -> Any:
+    """What a configuration has under a name, or under what transformers says that its kind of model calls it."""
+    if name in held or "model_type" not in held:
+        return held.get(name)
+    from transformers import CONFIG_MAPPING
+
+    kind = held["model_type"]
+    return held.get(CONFIG_MAPPING[kind].attribute_map.get(name, name)) if kind in CONFIG_MAPPING else None
+
+
+def cut_off(config: Config, tokens: Tokens, tokenizer: Tokenizer) -> Iterator[str]:
+    """What is said of examples that are longer than there is room for; packed ones go on in the next sequence."""
+    data, seq_len = config.data, config.training.seq_len
+    if data.pack and data.objective in ("causal", "masked"):
+        return
+    around = 0 if data.objective == "causal" else sum(map(len, tokenizer.frame))
+    room = {"training.seq_len": (tokens.starts, seq_len)}
+    if "target" in tokens.more:
+        room["data.target_len"] = tokens.more["target"].starts, data.target_len or seq_len
+    for key, (starts, most) in room.items():
+        lengths = np.diff(starts) + around
+        if "pair" in tokens.more:
+            lengths = np.diff(starts) + np.diff(tokens.more["pair"].starts) + sum(map(len, tokenizer.joint.around))
+        longer = int((lengths > most).sum())
+        if longer:
+            yield f"{longer:,} of {len(starts) - 1:,} examples are longer than {key} {most} and cut off"
 
 
 def check_fits(config: Config, tokens: Tokens, tokenizer: Tokenizer, has: Limits) -> None:
@@ -57,8 +87,7 @@ def check_fits(config: Config, tokens: Tokens, tokenizer: Tokenizer, has: Limits
     for key, length in (("training.seq_len", config.training.seq_len), ("data.target_len", target or 0)):
         if has.places is not None and length > has.places:
             raise ConfigError(
-                f"{key} {length} is more than the {has.places} positions of the model "
-                "(max_position_embeddings in its config.json)."
+                f"{key} {length} is more than the {has.places} positions of the model, as its config.json says."
             )
     if has.classes is not None and tokens.largest_label >= has.classes:
         raise ConfigError(

@@ -90,7 +90,8 @@ def _run(
 
     from tpconvert.parallel import make_mesh
     from tpconvert.train.loop import train
-    from tpconvert.train.ranks import totals
+    from tpconvert.train.ranks import together, totals
+    from tpconvert.train.state import claim
 
     rank, world, parent = place
     store = dist.PrefixStore(f"tpconvert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(rank, world))
@@ -100,6 +101,7 @@ def _run(
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(hours=1))
         mesh = make_mesh(degree, device=device)
+        together(mesh, lambda: claim(output) if rank == 0 else None)
         prepares = os.environ["LOCAL_RANK"] == "0"
         train(
             folder, config, mesh, output=output, trust_remote_code=trust_remote_code, prepares=prepares,

@@ -32,6 +32,7 @@ from tpconvert.train.model import (
     Model,
     OwnCall,
     build,
+    call_of_padded,
     layers_of,
     make_call,
     master_dtype,
@@ -68,6 +69,7 @@ def train(
     resume = config.checkpoint.resume
 
     # Where to begin.
+    together(mesh, lambda: state.check_output(run.output))
     start = together(mesh, lambda: state.find_start(folder, run.output, resume))
     state.check_same_model(read_manifest(folder), read_manifest(start), start)
     progress = state.read_progress(start, resume)
@@ -83,10 +85,11 @@ def train(
     optimizer = make_optimizer(model.module.named_parameters(), config.training)
     state.load_optimizer(start, mesh, optimizer, model.module, progress.updates)
 
-    metrics = Metrics(run.output, config.logging, steps=config.training.steps, active=run.first, resumed=progress.step)
+    steps = config.training.steps
+    metrics = together(mesh, lambda: Metrics(run.output, config.logging, steps, run.first, progress.step))
     metrics.say(
         f"tp {mesh.degree} x dp {mesh.dp_degree} on {mesh.device.type}, {_count(model):,} parameters a rank, "
-        f"{examples.told()}, step {progress.step} of {config.training.steps}, from {start}"
+        f"{examples.told()}, step {progress.step} of {steps}, from {start}"
     )
     for note in filter(None, (changed, *examples.notes, told_of_packing(model) if examples.packed else "")):
         metrics.say(note)
@@ -131,9 +134,11 @@ def run_steps(
         rate = learning_rate(step, training)
         set_learning_rate(optimizer, rate)
         with metrics.stepping(step):
-            loss, norm, scale = take_step(run, model, optimizer, micros, max(labels // mesh.degree, 1), progress)
+            loss, norm, scale = take_step(run, model, optimizer, micros, labels // mesh.degree, progress)
         if not math.isfinite(norm):
             metrics.say(f"step {step}: gradients overflow fp16, so no weight is changed; loss scale {scale.value:g}")
+        if not labels:
+            metrics.say(f"step {step}: there is nothing to predict in its batch, so no weight is changed")
         progress = Progress(step, after, scale=scale)
 
         metrics.count(tokens // mesh.degree)
@@ -181,7 +186,7 @@ def take_step(
     """
     mesh, training = run.mesh, run.config.training
     scale = first_scale(training, progress.scale)
-    shares = run_micro_batches(model, micros, labels, scale.value, training.seed, progress.step + 1)
+    shares = run_micro_batches(model, micros, max(labels, 1), scale.value, training.seed, progress.step + 1)
     sum_gradients(model.module, mesh, int(run.config.parallelism.bucket_mb * 2**20))
     scale.undo(model.module)
     norm = clip(run, model)
@@ -190,7 +195,7 @@ def take_step(
 
     if not math.isfinite(loss) or not (math.isfinite(size) or training.precision == "fp16"):
         raise no_number(run, micros, shares, loss=loss, norm=size, progress=progress)
-    if math.isfinite(size):
+    if math.isfinite(size) and labels:
         optimizer.step()
     optimizer.zero_grad()
     same_buffers(model.module, mesh)
@@ -220,13 +225,15 @@ def open_model(run: Run, start: Path, progress: Progress, trust_remote_code: boo
     )
     own_loss = together(mesh, lambda: function_of("data.loss", config.data.loss) if config.data.loss else None)
     packing = together(mesh, lambda: packing_of(module, call, mesh, config) if packed else None)
+    padded = not (config.data.pack and config.data.objective == "causal")
+    if sliced and padded and packing is None and config.data.dataset is None:
+        call = together(mesh, lambda: call_of_padded(module, call, mesh, config))
     layers = list(layers_of(module))
     if config.training.precision == "fp8":
         check_fp8(config.training, mesh)
         use_fp8(layers)
     speed_up(module, config.parallelism)
     shards = share_out(module, layers, mesh, config.parallelism)
-    padded = not (config.data.pack and config.data.objective == "causal")
     return Model(module, call, cut, mesh, padded, config.training.precision, shards, packing, own_loss)
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from tpconvert.errors import ConfigError
 from tpconvert.train.config import Logging
 from tpconvert.train.flops import Work
 from tpconvert.train.profile import Watch
@@ -80,7 +81,7 @@ class Metrics:
     """Where measures go on rank 0; on other ranks nothing is opened and nothing written."""
 
     def __init__(
-        self, folder: Path, logging: Logging, *, steps: int, active: bool, out: TextIO | None = None, resumed: int = 0
+        self, folder: Path, logging: Logging, steps: int, active: bool, resumed: int = 0, *, out: TextIO | None = None
     ) -> None:
         self._steps, self._out, self._active = steps, out or sys.stdout, active
         self._file: TextIO | None = None
@@ -96,11 +97,14 @@ class Metrics:
             return
         if self._out.isatty():
             self._bar = Bar(self._out, steps, resumed)
-        folder.mkdir(parents=True, exist_ok=True)
-        if logging.jsonl:
-            path = folder / "metrics.jsonl"
-            _forget_after(path, resumed)
-            self._file = path.open("a", encoding="utf-8")
+        path = folder / "metrics.jsonl"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if logging.jsonl:
+                _forget_after(path, resumed)
+                self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written ({error.strerror}).", hint="Remove it.") from None
         if logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -197,12 +201,13 @@ class Metrics:
         self._keep(step, {name: value for name, value in measure.to_json().items() if name != "step"})
         return measure
 
-    def evaluated(self, step: int, loss: float | None) -> None:
-        """Write the loss on what was held out; None for an evaluation that was given up."""
-        if loss is None:
+    def evaluated(self, step: int, found: Mapping[str, float] | None) -> None:
+        """Write what was measured on the held-out set; None for an evaluation that was given up."""
+        if found is None:
             return
-        self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  eval loss {loss:.4f}")
-        self._keep(step, {"eval_loss": loss})
+        told = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items())
+        self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {told}")
+        self._keep(step, found)
 
     def pause(self) -> Callable[[], None]:
         """Stop the clock, for a save; the function that is returned starts it again."""
@@ -257,7 +262,7 @@ def _forget_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")

@@ -9,11 +9,12 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -24,11 +25,11 @@ from tpconvert.parallel.compiled import compile_layers, layers_of
 from tpconvert.parallel.convert import output_gathers
 from tpconvert.planning.slices import divided
 from tpconvert.source import Source, open_source
-from tpconvert.spec.layout import Block
+from tpconvert.spec.layout import Block, Layout
 from tpconvert.spec.plan import Boundary, Plan
 from tpconvert.train.batch import IGNORE, Batch, OwnBatch, moved
 from tpconvert.train.config import Config, Parallelism
-from tpconvert.train.packed import Packing, Trial, find_packing
+from tpconvert.train.packed import Packing, Trial, find_packing, is_padding_left_out
 from tpconvert.train.shards import Shards
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -56,6 +57,8 @@ class Call:
     """The keyword of the decoder's ids, which are made of the labels."""
     words: Tensor | None = None
     """Ids that the model knows."""
+    types: str | None = None
+    """The keyword of which text each position is of."""
 
     def __call__(self, module: nn.Module, batch: Batch, *, padded: bool, packing: Packing | None = None) -> Any:
         """The module's output; the mask is given where there is padding."""
@@ -64,6 +67,8 @@ class Call:
             kwargs = packing.arguments(batch.documents, batch.positions, next(module.parameters()).dtype)
         elif padded and self.mask is not None:
             kwargs = {self.mask: batch.attention}
+        if self.types is not None and batch.types is not None:
+            kwargs[self.types] = batch.types
         if self.decoder is not None:
             kwargs[self.decoder] = decoder_inputs(module, batch.labels)
         return self.with_ids(module, batch.ids, kwargs)
@@ -103,13 +108,27 @@ class Model:
 
     def loss(self, batch: Batch | OwnBatch) -> Tensor:
         """The sum of the losses of all that is counted, the same on each tp rank."""
-        labels = batch.labels if self.own_loss is None else None
-        with lowered(self.mesh, self.precision):
-            if labels is None:
+        if self.own_loss is not None:
+            with lowered(self.mesh, self.precision):
                 return self._own(batch)
+        return self._entropy(self._logits(batch), batch.labels)
+
+    def judged(self, batch: Batch | OwnBatch) -> tuple[Tensor, Tensor]:
+        """The loss, and how many labels are what the model takes for the likeliest; none by a loss of one's own."""
+        if self.own_loss is not None:
+            return self.loss(batch), torch.zeros((), device=self.mesh.device)
+        logits = self._logits(batch)
+        best = likeliest(logits, self.mesh, self.cut)
+        return self._entropy(logits, batch.labels), ((best == batch.labels) & (batch.labels != IGNORE)).sum()
+
+    def _logits(self, batch: Batch | OwnBatch) -> Tensor:
+        with lowered(self.mesh, self.precision):
             logits = logits_of(self.call(self.module, batch, padded=self.padded, packing=self.packing))
-        if logits.shape[:-1] != labels.shape:
-            raise _other_shape(tuple(logits.shape), tuple(labels.shape))
+        if logits.shape[:-1] != batch.labels.shape:
+            raise _other_shape(tuple(logits.shape), tuple(batch.labels.shape))
+        return logits
+
+    def _entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         if self.cut:
             return cross_entropy(logits, labels, self.mesh, self.cut, ignore_index=IGNORE, reduction="sum")
         wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -126,6 +145,19 @@ class Model:
     def count(self, batches: Sequence[Batch | OwnBatch]) -> int:
         """What the loss is a mean over: labels, or examples where the loss is the user's own."""
         return sum(batch.examples if self.own_loss is not None else batch.predicted for batch in batches)
+
+
+def likeliest(logits: Tensor, mesh: Mesh, cut: tuple[Block, ...]) -> Tensor:
+    """The class of the largest logit, of which each rank may have some only."""
+    value, at = logits.max(-1)
+    if not cut:
+        return at
+    held = torch.cat([torch.arange(a, z) for a, z in Layout(0, cut).pieces(mesh.rank, mesh.degree)]).to(at.device)
+    mine = torch.stack([value.double(), held[at].double()])
+    every = [torch.empty_like(mine) for _ in range(mesh.degree)]
+    dist.all_gather(every, mine, group=mesh.group)
+    values, classes = torch.stack(every, 1)
+    return classes.gather(0, values.argmax(0, keepdim=True))[0].long()
 
 
 def lowered(mesh: Mesh, precision: str) -> Any:
@@ -154,6 +186,27 @@ def packing_of(module: nn.Module, call: Call, mesh: Mesh, config: Config) -> Pac
             hint="Use data.boundaries: labels, or data.pack: false.",
         )
     return found
+
+
+def call_of_padded(module: nn.Module, call: Call, mesh: Mesh, config: Config) -> Call:
+    """How to call a module whose ranks have slices of padded sequences: with a mask, or without one where none is
+    needed, whichever is shown to leave padding out."""
+
+    def outputs(way: Call, batch: Batch) -> Tensor:
+        with lowered(mesh, config.training.precision):
+            return logits_of(way(module, batch, padded=True))
+
+    off = _ROUNDED if config.training.precision in AUTOCAST else _EXACT
+    trial = Trial(call.words, config.training.seq_len, next(module.parameters()).dtype, off)
+    for way in dict.fromkeys([call.mask, None]):
+        chosen = replace(call, mask=way)
+        if is_padding_left_out(module, functools.partial(outputs, chosen), trial, mesh):
+            return chosen
+    raise ConfigError(
+        "parallelism.sequence_parallel: it cannot be shown that this model leaves padding out when its ranks have "
+        "slices of a sequence: it was planned without attention_mask.",
+        hint="Set parallelism.sequence_parallel: false, or train on packed documents (data.pack).",
+    )
 
 
 def told_of_packing(model: Model) -> str:
@@ -210,10 +263,12 @@ def make_call(source: Source) -> Call:
     found = [name for name, value in tensors.items() if name not in (mask, decoder) and _is_ids(value)]
     if len(found) != 1 or len(tensors) != 1 + bool(mask) + bool(decoder):
         raise _not_text(source, ", ".join(tensors))
-    if mask is None and "attention_mask" in inspect.signature(source.module.forward).parameters:
+    takes = inspect.signature(source.module.forward).parameters
+    if mask is None and "attention_mask" in takes:
         mask = "attention_mask"
+    types = "token_type_ids" if "token_type_ids" in takes else None
     constants = {name: value for name, value in source.inputs.items() if name not in tensors}
-    return Call(found[0], mask, constants, decoder, tensors[found[0]])
+    return Call(found[0], mask, constants, decoder, tensors[found[0]], types)
 
 
 def _is_ids(value: Any) -> bool:

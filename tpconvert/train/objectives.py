@@ -16,7 +16,7 @@ from tpconvert.errors import ConfigError
 from tpconvert.train.config import Config
 from tpconvert.train.rows import IGNORE
 from tpconvert.train.text import Tokens
-from tpconvert.train.tokenizer import Frame, Tokenizer
+from tpconvert.train.tokenizer import Frame, Joint, Tokenizer
 
 Array = np.ndarray[Any, Any]
 Example = Mapping[str, Any]
@@ -203,8 +203,12 @@ class Labelled:
 
     def __call__(self, index: int, epoch: int) -> Example:
         """Ids, and one label for all of them or one for each."""
-        frame = self.tokenizer.frame
-        text = framed(self.tokens.row(index), self.seq_len, frame)
+        frame, types = self.tokenizer.frame, None
+        if "pair" in self.tokens.more:
+            both = self.tokens.row(index), self.tokens.more["pair"].row(index)
+            text, types = joined(*both, self.seq_len, self.tokenizer.joint)
+        else:
+            text = framed(self.tokens.row(index), self.seq_len, frame)
         ids = np.full(self.seq_len, self.tokenizer.pad)
         ids[: len(text)] = text
         if "label" in self.tokens.more:
@@ -214,7 +218,8 @@ class Labelled:
             tags = framed(self.tokens.more["tags"].row(index), self.seq_len, (around[0], around[1]))
             labels = np.full(self.seq_len, IGNORE)
             labels[: len(tags)] = tags
-        return {"ids": ids, "labels": labels, "used": len(text)}
+        example = {"ids": ids, "labels": labels, "used": len(text)}
+        return example if types is None else example | {"types": types}
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +256,19 @@ def framed(ids: Array, room: int, frame: Frame) -> Array:
     """The ids with the tokenizer's own around them, cut so that these stay."""
     prefix, suffix = frame
     return np.concatenate([prefix, ids[: max(0, room - len(prefix) - len(suffix))], suffix]).astype(np.int64)[:room]
+
+
+def joined(first: Array, second: Array, room: int, joint: Joint) -> tuple[Array, Array | None]:
+    """Two texts with the tokenizer's own around them, the longer cut until both have room; and each token's type."""
+    left = max(0, room - sum(map(len, joint.around)))
+    first, second = first[: max(left - len(second), left - left // 2)], second[: max(left - len(first), left // 2)]
+    parts = joint.around[0], first, joint.around[1], second, joint.around[2]
+    ids = np.concatenate(parts).astype(np.int64)[:room]
+    if joint.types is None:
+        return ids, None
+    types = np.zeros(room, np.int64)
+    types[: len(ids)] = np.repeat(joint.types, [len(part) for part in parts])[:room]
+    return ids, types
 
 
 def make_sequences(config: Config, tokens: Tokens, tokenizer: Tokenizer) -> Sequences:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tpconvert.parallel import Mesh
+from tpconvert.train.batch import Batch
 from tpconvert.train.ranks import gathered
 
 Kind = Literal["none", "bool", "float"]
@@ -91,6 +92,30 @@ class Trial:
     """Of the parameters."""
     off: float
     """Largest difference of what is computed anew, relative to the spread of the outputs."""
+
+
+def is_padding_left_out(module: nn.Module, run: Callable[[Batch], Tensor], trial: Trial, mesh: Mesh) -> bool:
+    """Whether the outputs for a text are the same with padding after it as without, and whatever stands there."""
+    short = trial.seq_len // 2 // mesh.degree * mesh.degree
+    text, other = _texts(trial, 2, 2 * short, mesh)
+
+    def outputs(ids: Tensor) -> Tensor:
+        used = (torch.arange(ids.shape[1], device=mesh.device) < short).long()[None]
+        out = run(Batch(ids, text[:, :short], used))
+        return out[:, :short] if out.dim() > 2 else out
+
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            alone, one = outputs(text[:, :short]), outputs(text)
+            another = outputs(torch.cat([text[:, :short], other[:, short:]], 1))
+            good = torch.equal(one, another) and _gap(one, alone) <= trial.off * alone.abs().max().item()
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+        good = False
+    finally:
+        module.train(training)
+    return all(gathered(mesh, good))
 
 
 def _is_proved(run: Run, way: Packing, trial: Trial, mesh: Mesh) -> bool:

@@ -13,6 +13,7 @@ FILE = "metrics.jsonl"
 CURVES = {
     "loss": "loss",
     "eval_loss": "loss on what was held out",
+    "eval_accuracy": "share of the held-out labels that are right",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "tokens_per_second_per_gpu": "tokens/s of each rank",

@@ -47,7 +47,8 @@ def rows(
     if data.objective == "seq2seq":
         return _pairs(records, field, target, data.prefix, tokenizer, tally)
     if data.objective == "classification":
-        return _classified(records, field, target, tokenizer, labels, tally)
+        fields = [field] if data.pair is None else [field, data.pair]
+        return _classified(records, fields, target, tokenizer, labels, tally)
     return _tagged(records, field, target, tokenizer, labels, tally)
 
 
@@ -175,25 +176,32 @@ def _pairs(
 
 
 def _classified(
-    records: Iterator[Record], field: str, target: str, tokenizer: Tokenizer, labels: Mapping[str, int], tally: Tally
+    records: Iterator[Record],
+    fields: Sequence[str],
+    target: str,
+    tokenizer: Tokenizer,
+    labels: Mapping[str, int],
+    tally: Tally,
 ) -> Iterator[Row]:
-    """Texts and the number of their class."""
+    """Texts, or pairs of them, and the number of their class."""
 
-    def good() -> Iterator[tuple[str, int]]:
+    def good() -> Iterator[tuple[list[str], int]]:
         for record in records:
-            text, wanted = value_at(record.item, field), value_at(record.item, target)
-            if not _is_text(text):
-                tally.bad(record.where, _untold(record.item, field, "text"), "Set data.field")
+            texts, wanted = [value_at(record.item, field) for field in fields], value_at(record.item, target)
+            if bad := [field for field, text in zip(fields, texts, strict=True) if not _is_text(text)]:
+                key = "data.field" if bad[0] == fields[0] else "data.pair"
+                tally.bad(record.where, _untold(record.item, bad[0], "text"), f"Set {key}")
             elif wanted is None:
                 tally.bad(record.where, _untold(record.item, target, "label"), "Set data.target")
             elif (number := _number(wanted, labels)) is None:
                 tally.bad(record.where, _unknown(wanted, labels), "Set data.labels")
             else:
-                yield text, number
+                yield texts, number
 
     for some in _some(good()):
-        encoded = tokenizer.encode([text for text, _ in some])
-        yield from (Row({"ids": ids, "label": [label]}) for ids, (_, label) in zip(encoded, some, strict=True))
+        encoded = [tokenizer.encode(list(texts)) for texts in zip(*(texts for texts, _ in some), strict=True)]
+        for ids, (_, label) in zip(zip(*encoded, strict=True), some, strict=True):
+            yield Row({**dict(zip(("ids", "pair"), ids, strict=False)), "label": [label]})
 
 
 def _tagged(

@@ -104,7 +104,7 @@ def records(source: Source, data: Data, tally: Tally) -> Iterator[Record]:
         kind = source.format if source.format != "auto" else _kind(path)
         try:
             if kind == "parquet":
-                yield from _parquet(path, [k for k in (source.field, target_key(data)) if k is not None])
+                yield from _parquet(path, [k for k in (source.field, data.pair, target_key(data)) if k is not None])
             else:
                 with _open(path) as file:
                     yield from _lines(path, file, kind == "jsonl", data, tally)

@@ -14,9 +14,13 @@ Learning rate and random numbers are functions of the step, so they need no room
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import re
 import shutil
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -102,6 +106,41 @@ def find_start(folder: Path, output: Path, resume: str) -> Path:
             hint="Remove it, or choose another --output.",
         )
     return path
+
+
+def check_output(output: Path) -> None:
+    """Raise unless steps can be written there: the time to say so is before the first step."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{output}: nothing can be written there ({error.strerror}).", hint="Choose another --output."
+        ) from None
+
+
+def claim(output: Path, patience: float = 15.0) -> int:
+    """Keep other runs out of the folder for as long as this process lives, or as the file that is returned is open.
+
+    What a rank that was killed has left running may keep the folder a while longer.
+    """
+    check_output(output)
+    folder, until = os.open(output, os.O_RDONLY), time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return folder
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(0.2)
+                continue
+            os.close(folder)
+            raise ConfigError(
+                f"{output}: another run is writing there.", hint="Wait for its end, or choose another --output."
+            ) from None
+        except OSError:  # a file system that knows no locks
+            return folder
 
 
 def complete_steps(output: Path) -> list[Path]:

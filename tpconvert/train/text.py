@@ -27,7 +27,8 @@ from tpconvert.train.tokenizer import Tokenizer
 
 _VERSION = 2
 _KEYS = (
-    "objective", "documents", "target", "labels", "prefix", "whole_words", "on_bad_line", "boundaries", "pack"
+    "objective", "documents", "target", "labels", "prefix", "whole_words", "on_bad_line", "boundaries", "pack",
+    "pair",
 )  # fmt: skip
 """Of the data section: what the tokens depend on besides their source."""
 
@@ -54,7 +55,7 @@ class Tokens:
     largest: int
     """The largest id of a word."""
     more: Mapping[str, Column] = field(default_factory=dict)
-    """Further columns: begins, asked, target, label, tags."""
+    """Further columns: begins, asked, target, pair, label, tags."""
     bad: int = 0
     """Lines that were left out."""
     named: tuple[str, ...] = ()
@@ -81,8 +82,9 @@ def tokenize(
     """The folder with the tokens of a source (by default the only one), made unless the cache has it already."""
     source, labels = source or sources_of(data)[0], labels or {}
     out = cache / _key(data, tokenizer, source, labels)
-    if out.exists():
+    if _is_whole(out):
         return out
+    shutil.rmtree(out, ignore_errors=True)  # harmed
     try:
         cache.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=cache, prefix=".making-"))
@@ -110,6 +112,16 @@ def open_tokens(folder: Path) -> Tokens:
     columns = {name: _column(folder, name, dtype) for name, dtype in about["columns"].items()}
     ids = columns.pop("ids")
     return Tokens(ids.values, ids.starts, about["largest"], columns, about["bad"], tuple(about["named"]))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder has all the tokens that were once written to it."""
+    try:
+        tokens = open_tokens(folder)
+    except (OSError, EOFError, ValueError, KeyError):
+        return False
+    columns = (Column(tokens.ids, tokens.starts), *tokens.more.values())
+    return all(len(column.values) == column.starts[-1] for column in columns)
 
 
 def _key(data: Data, tokenizer: Tokenizer, source: Source, labels: Mapping[str, int]) -> str:
@@ -140,7 +152,7 @@ def _write(folder: Path, made: Iterator[Row], words: int, source: Source, tally:
         "tags": "int32",
         "label": "int32",
     }
-    dtypes["target"] = dtypes["ids"]
+    dtypes["target"] = dtypes["pair"] = dtypes["ids"]
     starts: dict[str, list[int]] = {}
     files: dict[str, IO[bytes]] = {}
     largest = -1
@@ -155,7 +167,7 @@ def _write(folder: Path, made: Iterator[Row], words: int, source: Source, tally:
                 if row.new:
                     starts[name].append(starts[name][-1])
                 starts[name][-1] += len(values)
-                if name in ("ids", "target"):
+                if name in ("ids", "target", "pair"):
                     largest = max(largest, int(values.max(initial=-1)))
     if largest < 0:
         left_out = f" ({tally.count} bad lines were left out, the first: {tally.first[0]})" if tally.count else ""

@@ -16,6 +16,15 @@ Frame = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
+class Joint:
+    """What stands before, between and after two texts that belong together."""
+
+    around: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    types: tuple[int, int, int, int, int] | None = None
+    """The kind of each of the five stretches, for a model that is told (``token_type_ids``)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pieces:
     """The tokens of one text, and where they are in it."""
 
@@ -38,6 +47,7 @@ class Tokenizer(Protocol):
     mask: int | None
     frame: Frame
     """What the tokenizer itself puts before and after one text, as ``[CLS]`` and ``[SEP]``."""
+    joint: Joint
     special: frozenset[int]
     identity: str
     """Changes whenever its ids do."""
@@ -56,6 +66,7 @@ class ByteTokenizer:
 
     size, start, end, mask, pad = 259, None, 256, 257, 258
     frame: Frame = ((), ())
+    joint = Joint(((), (256,), ()))
     special = frozenset({256, 257, 258})
     identity = "bytes"
 
@@ -107,6 +118,7 @@ class FolderTokenizer:
         self.pad = first[0]
         self.mask = inner.mask_token_id
         self.frame = _frame(inner)
+        self.joint = _joint(inner)
         self.special = frozenset(inner.all_special_ids)
         backend = getattr(inner, "backend_tokenizer", None)
         text = backend.to_str() if backend is not None else json.dumps(sorted(inner.get_vocab().items()))
@@ -151,6 +163,23 @@ def _frame(inner: Any) -> Frame:
         if full[at : at + len(bare)] == bare:
             return tuple(full[:at]), tuple(full[at + len(bare) :])
     return (), ()
+
+
+def _joint(inner: Any) -> Joint:
+    """What stands around two texts: seen by encoding two of one word."""
+    bare = inner("a", add_special_tokens=False)["input_ids"]
+    full = inner("a", "a", return_token_type_ids=True)
+    ids, size = full["input_ids"], len(bare)
+    places = [at for at in range(len(ids) - size + 1) if size and ids[at : at + size] == bare]
+    if len(places) < 2 or places[-1] < places[0] + size:
+        return Joint(((), (), ()))
+    first, second = places[0], places[-1]
+    around = tuple(ids[:first]), tuple(ids[first + size : second]), tuple(ids[second + size :])
+    if "token_type_ids" not in inner.model_input_names:
+        return Joint(around)
+    kinds = full["token_type_ids"]
+    between = kinds[first + size] if around[1] else kinds[first]
+    return Joint(around, (kinds[0], kinds[first], between, kinds[second], kinds[-1]))
 
 
 def _first_line(error: Exception) -> str:
