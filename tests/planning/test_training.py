@@ -91,6 +91,17 @@ class Inner(Auxiliary):
         self.aux = Mlp()
 
 
+class Groups(nn.Module):
+    """Heads of one kind, of which evaluation runs the first alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Sequential(nn.LayerNorm(22), Mlp()) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(head(x) for head in (self.heads if self.training else self.heads[:1]))
+
+
 class Drops(Mlp):
     """Dropout is called in training alone."""
 
@@ -143,6 +154,14 @@ def test_another_path_that_the_plan_holds_on_is_cut(run_ranks, build) -> None:
     plan = planned(build)
     assert cut(plan) >= ({"mlp.up.weight", "mlp.down.weight"} if build is Inner else {"up.weight", "down.weight"})
     assert run_ranks(proved, 2, build, (), plan.dumps())[0] == ""
+
+
+def test_what_training_alone_runs_has_each_collective_once(run_ranks) -> None:
+    plan = planned(Groups)
+    assert cut(plan) >= {"heads.1.1.up.weight", "heads.1.1.down.weight"}
+    found = sorted((b.kind, b.module) for b in plan.boundaries)
+    assert found == [("copy", "heads.0.1.up"), ("copy", "heads.1.1.up"), ("reduce", "")]
+    assert run_ranks(proved, 2, Groups, (), plan.dumps())[0] == ""
 
 
 def test_a_reader_that_only_training_has_does_not_share_the_copy() -> None:

@@ -268,3 +268,12 @@ def test_masks_are_what_is_most_likely() -> None:
         assert torch.empty(9).bernoulli_(0.9).eq(1).all() and torch.empty(9).bernoulli_(0.1).eq(0).all()
         assert torch.bernoulli(torch.tensor([0.2, 0.7])).tolist() == [0.0, 1.0]
         assert torch.bernoulli(torch.zeros(2), 0.7).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masked_scores_do_not_overflow_a_loss(dtype):
+    scores = torch.ones(4, 9, dtype=dtype, requires_grad=True)
+    loss = loss_of(scores.masked_fill(torch.arange(9) > 3, torch.finfo(dtype).min))
+    loss.backward()
+    assert loss.isfinite() and loss.abs() > 0.1
+    assert (scores.grad[:, :4] != 0).all()

@@ -74,15 +74,20 @@ def hold(plan: Plan, trace: Trace, other: Trace, rules: Sequence[Path] = ()) -> 
             axes |= {its.get(getattr(want[x], "axis", ""), "") for x in want.keys() - have.keys()}
             raise NotHeldError(f"{item.module}: only one of them needs {_what(item)}.", axes - {""})
     new = also - called
+
+    def merged(had: Sequence[Any], asked: Sequence[Any]) -> tuple[Any, ...]:
+        """What was only guessed from siblings of such a module gives way to what was found of it."""
+        return tuple(x for x in had if x.module not in new) + tuple(x for x in asked if x.module in new)
+
     drawn = [replace(s, always=False) for s in found.switches]  # as recorded: in training
     known = {replace(s, always=False) for s in plan.switches}
-    merged = replace(
+    held = replace(
         plan,
-        boundaries=plan.boundaries + tuple(b for b in found.boundaries if b.module in new),
-        edits=plan.edits + tuple(e for e in found.edits if e.module in new),
+        boundaries=merged(plan.boundaries, found.boundaries),
+        edits=merged(plan.edits, found.edits),
         switches=tuple(dict.fromkeys((*plan.switches, *(s for s in drawn if s not in known)))),
     )
-    return Held(merged, choice)
+    return Held(held, choice)
 
 
 def _unnamed(item: Any) -> Any:
