@@ -6,6 +6,7 @@ import torch
 from tests.hf_models import CASES
 from tests.models import MODELS
 from tests.verify.frame import built, planned, proved
+from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 from tpconvert.verify import compare_on_rank
 
@@ -51,3 +52,33 @@ def without_gradients(mesh, name, plan):
 def test_the_callers_inference_mode_does_not_matter(run_ranks):
     result = run_ranks(without_gradients, 2, "gated_mlp", planned("gated_mlp", 2).dumps())[0]
     assert result.equal and any(c.kind == "gradient" for c in result.checks)
+
+
+class Masked(torch.nn.Module):
+    """A mask of integers times the least number of its parts' dtype, which float32 does not have in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(24, 48), torch.nn.Linear(48, 24)
+
+    def forward(self, x, mask):
+        y = self.down(torch.tanh(self.up(x)))
+        return (y + (1 - mask)[..., None] * torch.finfo(y.dtype).min).softmax(1)
+
+
+def masked():
+    torch.manual_seed(0)
+    mask = torch.ones(3, 7, dtype=torch.int64)
+    mask[:, 5:] = 0
+    return Masked(), {"x": torch.randn(3, 7, 24), "mask": mask}
+
+
+def prove_masked(mesh, plan):
+    return compare_on_rank(*masked(), Plan.loads(plan), mesh)
+
+
+def test_numbers_made_of_integers_are_as_wide_as_all_others(run_ranks):
+    plan = make_plan(*masked(), tp=2)
+    assert plan["down.weight"].layout.cut
+    result = run_ranks(prove_masked, 2, plan.dumps())[0]
+    assert result.equal, result.verdict()

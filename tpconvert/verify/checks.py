@@ -140,11 +140,15 @@ class _Pair:
     def run_plain(self) -> tuple[Any, Any]:
         """What both return without a mode, which keeps them off their fast paths, if the whole one runs so.
 
-        One that casts to a dtype by name, which its parts no longer have, does not.
+        One that casts to a dtype by name, which its parts no longer have, does not; one that multiplies a mask of
+        integers by the least number of its parts' dtype, which the default one does not have, gets no numbers.
         """
         try:
             whole = self.run(self.whole)
+            runs = not any(tensor.isnan().any() for _, tensor in tensors_of(whole))
         except RuntimeError:
+            runs = False
+        if not runs:
             self.plain = lambda: Widened(self.dtype)
             with self.plain():
                 whole = self.run(self.whole)

@@ -43,6 +43,17 @@ class Widened(TorchFunctionMode):
         self.wider: dict[Any, Any] = {d: self.like(d) for d in narrow if d.itemsize < self.like(d).itemsize}
         self.wider |= {NAMES[d]: NAMES[dtype] for d in NAMES if d in self.wider}
 
+    def __enter__(self) -> Widened:
+        self.default = torch.get_default_dtype()
+        if self.default in self.wider:  # of what a forward makes from nothing, or of integers and a number
+            torch.set_default_dtype(self.dtype)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self.default)
+
     def like(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype itself for real numbers, for complex ones theirs."""
         return self.dtype.to_complex() if dtype.is_complex else self.dtype
