@@ -20,6 +20,7 @@ from benchmarks.zoo.mend import divisible, fit, lessen, mend
 from benchmarks.zoo.reach import enriched
 from benchmarks.zoo.small import ATTEMPTS, Attempt, small
 from benchmarks.zoo.types import class_names
+from tpconvert.analyze.trees import tensor_slots
 from tpconvert.source import Source, twin
 from tpconvert.source.documented import parts
 from tpconvert.source.frugal import frugal
@@ -226,7 +227,9 @@ def _run(module: nn.Module, inputs: dict[str, Any], by: str, seconds: float) -> 
     module.eval()
     start = time.process_time()
     with torch.no_grad(), _Made() as made:
-        module(**inputs)
+        output = module(**inputs)
+    if any(t.is_floating_point() and t.isnan().any() for _, t in tensor_slots(output)):
+        raise NotBuiltError("what it returns is not a number, so nothing could be compared")
     if time.process_time() - start > seconds:
         raise NotBuiltError(f"one forward takes longer than {seconds} s")
     return Built(module.float(), inputs, by, made.count)

@@ -22,7 +22,7 @@ def linear_like(module: nn.Module) -> set[str]:
     for prefix, part in module.named_modules():
         for name, parameter in part.named_parameters(recurse=False):
             flat = parameter.dim() == 2 and name == "weight" and type(part).__name__.endswith(("Linear", "Conv1D"))
-            stored = parameter.dim() == 3 and min(parameter.shape) > 1  # a table of places has a first dim of one
+            stored = parameter.dim() == 3 and min(parameter.shape) > 1 and "position" not in name  # no table of places
             experts = stored and not isinstance(part, CONVOLUTIONS) and not name.startswith("original")
             if flat or experts:
                 found.add(f"{prefix}.{name}" if prefix else name)

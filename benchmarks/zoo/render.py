@@ -41,7 +41,8 @@ it is the class's own code that runs.  `by` in `coverage.jsonl` says how much sm
 - **unreached**: parameters that no output depends on with the inputs that were found.  They are planned, and nothing
   can be compared of them.
 - **tp=2**: equal means that all ranks, run in lockstep in float64 on the recorded graph, agreed with the whole model in
-  every op, every output and every gradient; the number is the largest relative error found.
+  every op, every output and every gradient; the number is the largest relative error found.  What exceeds its bound is
+  held to what other last bits of the whole model's own parameters and sums do to it.
 - **ranks**: the converted model on two real processes (gloo): outputs, losses and gradients in eval and train mode, and
   two optimizer steps.
 - **tp=3**, **tp=4**: planned and compared as in the column tp=2; heads and widths rarely divide by 3.

@@ -209,6 +209,12 @@ def test_sounds_get_the_channel_that_a_convolution_asks_for():
     assert next(resized({"x": torch.zeros(2, 13)}, text, torch.zeros))["x"].shape == (2, 1, 13)
 
 
+def test_sounds_are_made_longer_as_often_as_a_deep_stack_of_convolutions_asks():
+    text = "input size per channel: (5). Kernel size: (8). Kernel size can't be greater than actual input size"
+    assert next(resized({"x": torch.zeros(2, 4001)}, text, torch.zeros))["x"].shape == (2, 8002)
+    assert next(resized({"x": torch.zeros(2, 64016)}, text, torch.zeros), None) is None
+
+
 def test_images_can_be_halved_and_doubled_again():
     text = "Sizes of tensors must match except in dimension 1. Expected size 8 but got size 7 for tensor number 1"
     assert next(resized({"x": torch.zeros(2, 3, 56, 70)}, text, torch.zeros))["x"].shape == (2, 3, 64, 128)

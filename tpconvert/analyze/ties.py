@@ -37,11 +37,18 @@ def settled(node: fx.Node, bound: dict[str, Any], args: Any, out: Any, wanted: d
     dim = bound.get("dim", ORDERED.get(op))
     if op not in ORDERED or isinstance(dim, fx.Node):
         return out
+    return as_recorded(args[0], dim, out, wanted.get(None if isinstance(out, torch.Tensor) else 1))
+
+
+def as_recorded(x: torch.Tensor, dim: Any, out: Any, places: torch.Tensor | None) -> Any:
+    """``out``, or the recorded places of ``x`` where the values there are the same but for rounding."""
     several = not isinstance(out, torch.Tensor)
-    places, found = (wanted.get(1), out[1]) if several else (wanted.get(None), out)
+    found = out[1] if several else out
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not (dim is None or type(dim) is int):
+        return out
     if places is None or places.dtype != torch.long or places.shape != found.shape or torch.equal(places, found):
         return out
-    values = _equally_good(args[0], dim, found, places)
+    values = _equally_good(x, dim, found, places)
     return out if values is None else [values, places] if several else places
 
 

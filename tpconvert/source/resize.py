@@ -19,6 +19,8 @@ HALVED = 64
 """What sides of images are multiples of, so that they can be halved, and doubled again."""
 LONG = 4001
 """Entries of a sound that is long enough for a stack of convolutions."""
+LONGEST = 16 * LONG
+"""Entries of a sound that is made longer at most, where a deep stack asks for it."""
 
 
 def resized(given: Given, text: str, words: Callable[..., Tensor]) -> Iterator[Given]:
@@ -83,7 +85,12 @@ def _other_floats(given: Given, text: str) -> Iterator[tuple[str, Tensor]]:
         ones = [1] * (int(m[1]) - int(m[2]))
         yield from ((n, random(len(v), *ones, *v.shape[1:])) for n, v in _floats(given) if v.dim() == int(m[2]))
     if "Kernel size can't be greater than actual input size" in text:
-        yield from ((n, random(*v.shape[:-1], LONG)) for n, v in _floats(given) if v.shape[-1] < LONG)
+        m = re.search(r"per channel: \((\d+)\). Kernel size: \((\d+)\)", text)
+        by = -(-int(m[2]) // int(m[1])) if m and int(m[1]) else 1
+        longer = {n: max(LONG, by * v.shape[-1]) for n, v in _floats(given)}
+        yield from (
+            (n, random(*v.shape[:-1], longer[n])) for n, v in _floats(given) if v.shape[-1] < longer[n] <= LONGEST
+        )
 
 
 def _placed(given: Given, features: int, places: int, words: Callable[..., Tensor]) -> Iterator[Given]:

@@ -22,7 +22,9 @@ from tpconvert.parallel.collectives import summed
 from tpconvert.planning.slices import divided
 from tpconvert.source.blame import told
 from tpconvert.spec.plan import Plan
+from tpconvert.verify.decided import Decisions
 from tpconvert.verify.dtypes import dtype_of, generators, precision
+from tpconvert.verify.lastbits import nudge, restore, state, widened
 from tpconvert.verify.modes import Exact, Widened, call, loss_of, perturb, takes_gradients, tensors_of
 from tpconvert.verify.recording import Record, Recording
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
@@ -56,6 +58,7 @@ def compare_on_rank(
     perturb(whole, seed)
     whole, inputs = whole.to(mesh.device), map_tensors(lambda t: t.to(mesh.device), inputs)
     tolerance, inputs = precision(whole, inputs, tolerances)
+    before = state(whole) if mesh.rank == 0 else {}
     local = copied(whole)
     parallelize(local, plan, mesh, sequence_parallel=sequence_parallel)
     if disturb is not None:
@@ -65,7 +68,22 @@ def compare_on_rank(
     pair.run_modes()
     pair.run_steps()
     pair.run_dropout()
-    return Result(tuple(pair.checks), tolerance, pair.parted, tuple(pair.notes)) if mesh.rank == 0 else None
+    if mesh.rank:
+        return None
+
+    def again(draw: int) -> list[Check]:
+        restore(whole, before)
+        whole.zero_grad(set_to_none=True)
+        other = copied(whole)
+        nudge(other, draw)
+        alone = _Pair(whole, other, inputs, plan, Mesh(0, 1, None, mesh.device), tolerance, fit)
+        alone.run_modes()
+        alone.run_steps()
+        return alone.checks
+
+    checks = widened(pair.checks, tolerance, again)
+    parted = "" if all(c.equal for c in checks) else pair.parted
+    return Result(tuple(checks), tolerance, parted, tuple(pair.notes))
 
 
 class _Pair:
@@ -153,7 +171,19 @@ class _Pair:
             with self.plain():
                 whole = self.run(self.whole)
         with self.plain():
-            return whole, self.run(self.local)
+            local = self.run(self.local)
+        if self.over_ranks(self.apart(whole, local)) > self.bound:  # which ties may be the cause of
+            decisions = Decisions()
+            with self.plain(), decisions.of(True):
+                whole = self.run(self.whole)
+            with self.plain(), decisions.of(False):
+                local = self.run(self.local)
+        return whole, local
+
+    def apart(self, whole: Any, local: Any) -> float:
+        """How far outputs are from each other on this rank."""
+        theirs = dict(tensors_of(local))
+        return max((relative(theirs.get(n, t[:0]), t) for n, t in tensors_of(whole) if t.dim()), default=0.0)
 
     def run_other_size(self) -> None:
         """Outputs for fewer rows and a shorter sequence than the plan was made with, where the model takes them."""
@@ -163,7 +193,7 @@ class _Pair:
             return
         kept, self.inputs = self.inputs, smaller
         try:
-            with torch.no_grad(), self.exact():
+            with torch.no_grad(), self.exact(), (decisions := Decisions()).of(True):
                 try:
                     whole = self.run(self.whole)
                 except Exception as error:
@@ -171,6 +201,7 @@ class _Pair:
                         f"Another batch size and length were not tried: the model does not take them ({told(error)})."
                     )
                     return
+            with torch.no_grad(), self.exact(), decisions.of(False):
                 try:
                     local = self.run(self.local)
                 except PlanError as error:
@@ -185,11 +216,11 @@ class _Pair:
         runs = []
         records: list[Record] = [{}, {}]
         takes = takes_gradients(copied(self.whole), self.inputs, self.dtype, mode == "train")  # it may keep what it saw
-        entered = [Entered(self.inputs, takes) for _ in records]
+        entered, decisions = [Entered(self.inputs, takes) for _ in records], Decisions()
         for module, record, given in zip((self.whole, self.local), records, entered, strict=True):
             module.train(mode == "train")
             module.zero_grad(set_to_none=True)
-            with self.exact() as running, Recording(module, record):
+            with self.exact() as running, decisions.of(module is self.whole), Recording(module, record):
                 output = self.run(module, given.tree)
                 runs.append((output, self.loss(module, output), running.rates))
         (whole, whole_loss, rates), (local, local_loss, local_rates) = runs
@@ -265,13 +296,14 @@ class _Pair:
                 clip_grad_norm_(self.local, limit, self.mesh, self.plan),
             ]
             self.add("gradient norm", f"step {step + 1}", self.over_ranks(relative(norms[1], norms[0])), "train")
+            decisions = Decisions()
             for module in (self.whole, self.local):
                 with torch.no_grad():
                     for p in module.parameters():
                         if p.grad is not None:
                             p -= RATE * p.grad
                 module.zero_grad(set_to_none=True)
-                with self.exact():
+                with self.exact(), decisions.of(module is self.whole):
                     self.loss(module, self.run(module)).backward()
                 densify(module)
         for kind in ("parameter", "buffer"):

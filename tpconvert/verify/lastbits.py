@@ -1,10 +1,16 @@
-"""What a lockstep run found, each value held to what rounding may do to it."""
+"""What was found, each value held to what rounding may do to it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
 from tpconvert.analyze.axes import Axes
 from tpconvert.analyze.emulate import Difference, Emulation
-from tpconvert.analyze.rounding import rounding
+from tpconvert.analyze.rounding import BITS, RUNS, rounding
 from tpconvert.verify.result import Check, Tolerance
 
 MARGIN = 16.0
@@ -19,12 +25,13 @@ def checked(emulation: Emulation, ax: Axes, tolerance: Tolerance) -> tuple[list[
     """
     kinds = {"op": emulation.forward, "output": emulation.outputs, "gradient": emulation.gradients}
     bounds: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
-    if not all(d.error <= tolerance.bound for found in kinds.values() for d in found):
+    apart = [(kind, d.error) for kind, found in kinds.items() for d in found if not d.error <= tolerance.bound]
+    if apart and not _hopeless(apart, tolerance):
         for run in rounding(ax, tolerance.floor):
             for kind, found in (("op", run.forward), ("output", run.outputs), ("gradient", run.gradients)):
-                limit = float("inf") if kind == "op" else tolerance.bound**0.5
                 for d in found:
-                    bounds[kind][d.name] = max(bounds[kind].get(d.name, 0.0), min(MARGIN * d.error, limit))
+                    moved = min(MARGIN * d.error, _limit(kind, tolerance))
+                    bounds[kind][d.name] = max(bounds[kind].get(d.name, 0.0), moved)
 
     def bound(kind: str, d: Difference) -> float:
         return max(tolerance.bound, bounds[kind].get(d.name, 0.0))
@@ -36,3 +43,60 @@ def checked(emulation: Emulation, ax: Axes, tolerance: Tolerance) -> tuple[list[
             Check(kind, d.name + where.format(d.module or "the model"), d.error, bound(kind, d), "eval") for d in found
         ]
     return checks, next((d.module for d in emulation.forward if not d.error <= bound("op", d)), "")
+
+
+LIMITED = ("output", "loss", "gradient")
+UNLIMITED = ("op", "gradient norm", "after 2 steps")
+"""What is measured.  An op's result may be rounding alone, and a step may take other last bits to another place."""
+
+
+def _limit(kind: str, tolerance: Tolerance) -> float:
+    """How wide a bound may become."""
+    return float("inf") if kind in UNLIMITED else float(tolerance.bound**0.5)
+
+
+def _hopeless(apart: list[tuple[str, float]], tolerance: Tolerance) -> bool:
+    """Whether some error is beyond any bound, so that nothing is to be gained by measuring."""
+    return any(kind not in LIMITED + UNLIMITED or not error <= _limit(kind, tolerance) for kind, error in apart)
+
+
+def widened(checks: list[Check], tolerance: Tolerance, again: Callable[[int], list[Check]]) -> list[Check]:
+    """The checks, the bound of one that exceeds it as measured, if it is a matter of rounding.
+
+    ``again`` compares the whole model with itself with other last bits, drawn from a seed.
+    """
+    apart = [(c.kind, c.error) for c in checks if not c.equal]
+    if not apart or _hopeless(apart, tolerance):
+        return checks
+    found: dict[tuple[str, str, str], float] = {}
+    for seed in range(RUNS):
+        for c in again(seed):
+            key = (c.kind, c.name, c.mode)
+            found[key] = max(found.get(key, 0.0), min(MARGIN * c.error, _limit(c.kind, tolerance)))
+    return [c if c.equal else replace(c, bound=max(c.bound, found.get((c.kind, c.name, c.mode), 0.0))) for c in checks]
+
+
+def nudge(module: nn.Module, seed: int) -> None:
+    """Give every parameter other last bits."""
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            if p.is_floating_point():
+                generator = torch.Generator().manual_seed(seed * 1_000_003 + i)
+                noise = 2 * torch.rand(p.shape, generator=generator, dtype=torch.float64) - 1
+                p.mul_((1 + BITS * torch.finfo(p.dtype).eps * noise).to(p))
+
+
+def state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What parameters and buffers hold, kept where there is room."""
+    return {name: tensor.cpu().clone() for name, tensor in _stored(module)}
+
+
+def restore(module: nn.Module, held: dict[str, torch.Tensor]) -> None:
+    """Put it back."""
+    for name, tensor in _stored(module):
+        tensor.copy_(held[name])
+
+
+def _stored(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for named in (module.named_parameters, module.named_buffers):
+        yield from ((name, tensor.detach()) for name, tensor in named())

@@ -168,6 +168,8 @@ def tensors_of(tree: Any) -> Iterator[tuple[str, Tensor]]:
 def loss_of(output: Any) -> Tensor | None:
     """A sum of all differentiable outputs with fixed random weights: every entry counts, and none like another.
 
+    Entries that were masked out do not: beside the least number that there is no other would.
+
     None where no output can be differentiated.
     """
     total: Tensor | None = None

@@ -1,0 +1,55 @@
+"""Decisions between values that are equal but for rounding, taken by the converted model as the whole one took them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tpconvert.analyze.ties import ORDERED, as_recorded
+
+AT = {"topk": 2, "kthvalue": 2}
+"""The place of the dim among the arguments, where it is not the second."""
+
+
+class Decisions:
+    """What one run ranked, in order, and whether another has had to be told."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, Any]] = []
+
+    @contextmanager
+    def of(self, first: bool) -> Iterator[None]:
+        """Within it, ``first`` runs are written down, and others take the same decisions where these are as good."""
+        if first:
+            self.taken.clear()
+        with _Deciding(self.taken, first):
+            yield
+
+
+class _Deciding(TorchFunctionMode):
+    def __init__(self, taken: list[tuple[str, Any]], first: bool) -> None:
+        super().__init__()
+        self.taken, self.first, self.number = taken, first, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        op = getattr(func, "__name__", "")
+        if op not in ORDERED or kwargs.get("out") is not None:
+            return out
+        several = not isinstance(out, torch.Tensor)
+        places = (out[1] if several else out).detach()
+        if self.first:
+            self.taken.append((op, places))
+            return out
+        recorded = self.taken[self.number] if self.number < len(self.taken) else ("", None)
+        self.number += 1
+        if recorded[0] != op or not args:
+            return out
+        dim = kwargs.get("dim", args[AT.get(op, 1)] if len(args) > AT.get(op, 1) else ORDERED[op])
+        settled = as_recorded(args[0], dim, out, recorded[1])
+        return type(out)(settled) if several and isinstance(settled, list) else settled
