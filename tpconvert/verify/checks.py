@@ -22,7 +22,7 @@ from tpconvert.parallel.collectives import summed
 from tpconvert.planning.slices import divided
 from tpconvert.source.blame import told
 from tpconvert.spec.plan import Plan
-from tpconvert.verify.decided import Decisions
+from tpconvert.verify.decided import Decisions, apart
 from tpconvert.verify.dtypes import dtype_of, generators, precision
 from tpconvert.verify.lastbits import nudge, restore, state, widened
 from tpconvert.verify.modes import Exact, Widened, call, loss_of, perturb, takes_gradients, tensors_of
@@ -172,18 +172,13 @@ class _Pair:
                 whole = self.run(self.whole)
         with self.plain():
             local = self.run(self.local)
-        if self.over_ranks(self.apart(whole, local)) > self.bound:  # which ties may be the cause of
+        if self.over_ranks(apart(whole, local)) > self.bound:  # which ties may be the cause of
             decisions = Decisions()
             with self.plain(), decisions.of(True):
                 whole = self.run(self.whole)
             with self.plain(), decisions.of(False):
                 local = self.run(self.local)
         return whole, local
-
-    def apart(self, whole: Any, local: Any) -> float:
-        """How far outputs are from each other on this rank."""
-        theirs = dict(tensors_of(local))
-        return max((relative(theirs.get(n, t[:0]), t) for n, t in tensors_of(whole) if t.dim()), default=0.0)
 
     def run_other_size(self) -> None:
         """Outputs for fewer rows and a shorter sequence than the plan was made with, where the model takes them."""

@@ -10,13 +10,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tpconvert.analyze.ties import ORDERED, as_recorded
+from tpconvert.verify.modes import tensors_of
+from tpconvert.verify.values import relative
 
 AT = {"topk": 2, "kthvalue": 2}
 """The place of the dim among the arguments, where it is not the second."""
 
 
 class Decisions:
-    """What one run ranked, in order, and whether another has had to be told."""
+    """What one run ranked, in order."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[str, Any]] = []
@@ -28,6 +30,12 @@ class Decisions:
             self.taken.clear()
         with _Deciding(self.taken, first):
             yield
+
+
+def apart(whole: Any, local: Any) -> float:
+    """How far this rank's outputs are from the whole model's."""
+    theirs = dict(tensors_of(local))
+    return max((relative(theirs.get(n, t[:0]), t) for n, t in tensors_of(whole) if t.dim()), default=0.0)
 
 
 class _Deciding(TorchFunctionMode):
