@@ -16,6 +16,8 @@ from typing import Any
 VOCABULARY, LAYERS, EXPERTS = 512, 2, 8
 EXPERT_WIDTH = 96
 """What widths of experts are multiples of: grouped kernels ask for multiples of 8 on each of 2, 3 and 4 ranks."""
+KERNEL = 16
+"""What those kernels ask of a model's own width too."""
 CHUNK = 16
 """Places that a scan takes at a time; it fills its last chunk, and keeps the square of it for every head."""
 MANY_LAYERS = 16
@@ -94,6 +96,7 @@ def _shrink(config: Any, attempt: Attempt) -> None:
     layers = 0 if staged else next(named, 0)
     few = _few_layers(values, layers) if attempt.fewer else MANY_LAYERS
     marks = iter(range(VOCABULARY - 1, 0, -1))
+    experts = any(_EXPERTS.search(k) and type(v) is int and v > 1 for k, v in values.items())
     standard = {own: name for name, own in getattr(config, "attribute_map", {}).items()}
     for name, value in values.items():
         if name.startswith("_"):
@@ -101,6 +104,8 @@ def _shrink(config: Any, attempt: Attempt) -> None:
         new = _smaller(name, value, attempt, few, marks)
         if new is value and name in standard:
             new = _smaller(standard[name], value, attempt, few, marks)
+        if experts and _is_width(name) and type(new) is int and value % KERNEL == 0 and new % KERNEL:
+            new = -(-new // EXPERT_WIDTH) * EXPERT_WIDTH
         if _LAYERS.search(name) and type(value) is int and value in listed and name not in MAIN:
             continue  # what it counts is listed one by one, and the last of a list is often read
         if isinstance(value, list | tuple) and isinstance(layers, int) and len(value) == layers > few:
@@ -191,10 +196,15 @@ def _smaller(name: str, value: Any, attempt: Attempt, few: int, marks: Iterator[
         return min(value, few)
     if name.startswith(("first_k_dense", "n_dense", "num_dense", "moe_layer_start")):
         return min(value, 1)
-    if _WIDTHS.search(name) and not _NOT_WIDTHS.search(name) and value % attempt.width == 0:
+    if _is_width(name) and value % attempt.width == 0:
         smaller = max(value // attempt.width, 1) if value >= 16 else value
         return -(-smaller // EXPERT_WIDTH) * EXPERT_WIDTH if _EXPERT_WIDTHS.search(name) else smaller
     return value
+
+
+def _is_width(name: str) -> bool:
+    heads = _HEADS.search(name) or _HEAD_WIDTHS.search(name)
+    return bool(_WIDTHS.search(name)) and not _NOT_WIDTHS.search(name) and not heads
 
 
 def _few_heads(count: int, by: int) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import (
     DepthAnythingConfig,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -227,3 +228,10 @@ def test_images_are_cropped_as_far_as_the_model_takes_them(monkeypatch):
 
 def test_a_scan_takes_few_places_at_a_time():
     assert small(LlamaConfig(mamba_chunk_size=256), ATTEMPTS[0]).mamba_chunk_size == 16
+
+
+def test_a_mixture_made_small_keeps_widths_that_grouped_kernels_take() -> None:
+    made = small(GptOssConfig(), ATTEMPTS[0])
+    assert (made.hidden_size, made.intermediate_size) == (192, 192)
+    assert made.head_dim == 16
+    assert small(LlamaConfig(hidden_size=2880), ATTEMPTS[0]).hidden_size == 180
