@@ -215,7 +215,15 @@ class Projector(nn.Module):
         return self.norm(x) + x[..., :1]
 
 
-@pytest.mark.parametrize(("kind", "where"), [(Tied, "used"), (Projector, "projector")])
+class Reader(Projector):
+    """The parameters of a layer that is not called, read by the module around it."""
+
+    class Around(Projector.Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x, self.linear.weight, self.linear.bias)
+
+
+@pytest.mark.parametrize(("kind", "where"), [(Tied, "used"), (Projector, "projector"), (Reader, "projector")])
 def test_a_layer_cut_by_itself_is_found_again_wherever_its_parameters_and_result_are(
     kind: type[nn.Module], where: str
 ) -> None:

@@ -86,10 +86,21 @@ def joined_in(plan: Plan, trace: Trace) -> frozenset[str]:
     names: dict[str, set[str]] = defaultdict(set)
     for v in plan.verdicts:
         names[v.tied_to or v.name].add(v.name.rpartition(".")[0])
-    owners = {a.name: set.intersection(*(names[n] for n in a.parameters)) for a in plan.axes if a.parameters}
     given: dict[str, set[fx.Node]] = defaultdict(set)
     for call in trace.calls:
         given[call.module] |= set(call.outputs.values())
+
+    def called(path: str) -> str:
+        """The module itself or the nearest around it that is called, which reads its parameters."""
+        while path and path not in given:
+            path = path.rpartition(".")[0]
+        return path
+
+    owners = {
+        a.name: {called(m) for m in set.intersection(*(names[n] for n in a.parameters))}
+        for a in plan.axes
+        if a.parameters
+    }
     gathers = [b for b in plan.boundaries if b.kind == "gather" and b.side == "output" and b.blocks and b.module]
     return frozenset(
         layer
