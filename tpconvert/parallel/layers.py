@@ -29,6 +29,8 @@ class ColumnParallelLinear(nn.Linear):
 
     tp_whole: tuple[int, int]
     tp_mesh: Mesh
+    product = staticmethod(F.linear)
+    """How the input meets the weight; training in float8 sets another."""
 
     def become(self, whole: tuple[int, int], mesh: Mesh) -> None:
         """Take on the sizes of the part that ``weight`` now is."""
@@ -37,6 +39,8 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """This rank's features; of an input that was gathered from slices, a backward keeps the slice only."""
+        if self.product is not F.linear:
+            return self.product(x_BI, self.weight, self.bias)
         if not (was_gathered(x_BI) and self._parameters["weight"].requires_grad):
             return super().forward(x_BI)
         weight_OI, bias_O = self.weight, self.bias

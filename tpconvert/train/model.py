@@ -6,7 +6,6 @@ Nothing is traced again: the plan in the folder says everything.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import Mesh, cross_entropy, load_local, parallelize
@@ -29,6 +27,7 @@ from tpconvert.spec.layout import Block, Layout
 from tpconvert.spec.plan import Boundary, Plan
 from tpconvert.train.batch import IGNORE, Batch, OwnBatch, moved
 from tpconvert.train.config import Config, Parallelism
+from tpconvert.train.forwards import Checkpointed, Selective, give_forward
 from tpconvert.train.packed import Packing, Trial, find_packing, is_padding_left_out
 from tpconvert.train.shards import Shards
 
@@ -39,10 +38,6 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16
 def master_dtype(precision: str) -> torch.dtype:
     """Of parameters, gradients and optimizer state."""
     return torch.float64 if precision == "fp64" else torch.float32
-
-
-_DEAR = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "_scaled_mm", "_grouped_mm")
-"""Products and attention, which selective checkpointing runs once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,25 +352,11 @@ def speed_up(module: nn.Module, settings: Parallelism) -> None:
             f"{type(module).__name__} has no list of equal layers to checkpoint or compile.",
             hint="Set parallelism.activation_checkpointing: none and parallelism.compile: false.",
         )
-    selective = functools.partial(create_selective_checkpoint_contexts, _keep_or_repeat)
-    for layer in layers:
-        if settings.activation_checkpointing == "full":
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        if settings.activation_checkpointing == "selective":
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=selective)
+    kinds = {"full": Checkpointed, "selective": Selective}
+    for layer in layers if settings.activation_checkpointing != "none" else ():
+        give_forward(layer, kinds[settings.activation_checkpointing])
     if settings.compile:
         compile_layers(module, fullgraph=False)
-
-
-def _keep_or_repeat(_context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    """Keep what is dear to compute or to fetch, and run the rest again in backward.
-
-    The place a collective writes to is no output of an op, so it is made again; only what the traced ones
-    return is kept.
-    """
-    name = str(op)
-    dear = any(name.startswith(f"aten.{kind}") for kind in _DEAR) or name.startswith("_c10d_functional.")
-    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
