@@ -314,6 +314,22 @@ def joined_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     return _all_gather(x.contiguous().unsqueeze(0), mesh).movedim(0, dim).reshape(shape).contiguous()
 
 
+def begin_join(x: Tensor, dim: int, mesh: Mesh) -> Callable[[], Tensor]:
+    """Begin joined_slices, of eager code; what is returned gives the tensor, once it is there."""
+    if mesh.group is None:
+        return lambda: joined_slices(x, dim, mesh)
+    out = x.new_empty([mesh.degree, *x.shape])
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+    work = run(out, x.contiguous().unsqueeze(0), mesh.group, async_op=True)
+
+    def end() -> Tensor:
+        work.wait()
+        shape = [n * (mesh.degree if i == dim else 1) for i, n in enumerate(x.shape)]
+        return out.movedim(0, dim).reshape(shape).contiguous()
+
+    return end
+
+
 def summed_slice(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """A new tensor: this rank's slice along ``dim`` of the sum over ranks."""
     if mesh.group is None:

@@ -5,13 +5,14 @@ Shapes: B any leading dims, N tokens, I in, O out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpconvert.parallel.collectives import all_gather, begin_sum, copy, joined_slices, reduce, summed, transformed
+from tpconvert.parallel.collectives import all_gather, begin_join, begin_sum, copy, reduce, summed, transformed
 from tpconvert.parallel.mesh import Mesh
 
 
@@ -58,11 +59,19 @@ class Gathered:
         self.dim, self.mesh = dim, mesh
         self.users, self.left = 0, 0
         self.again: Tensor | None = None
+        self.coming: Callable[[], Tensor] | None = None
+
+    def begin(self, slice_BI: Tensor) -> None:
+        """Let it be on its way while something else is computed, if it is not there."""
+        if self.coming is None and (self.again is None or self.again.dtype != slice_BI.dtype):
+            self.coming = begin_join(slice_BI, self.dim, self.mesh)
 
     def take(self, slice_BI: Tensor) -> Tensor:
         """The gathered value; it is gathered for the first of its users and dropped after the last."""
-        if self.again is None or self.again.dtype != slice_BI.dtype:
-            self.again, self.left = joined_slices(slice_BI, self.dim, self.mesh), self.users
+        self.begin(slice_BI)
+        if self.coming is not None:
+            self.again, self.left, self.coming = self.coming(), self.users, None
+        assert self.again is not None
         again, self.left = self.again, self.left - 1
         if self.left <= 0:
             self.again = None
@@ -108,6 +117,8 @@ class _GatheredProduct(torch.autograd.Function):
         slice_BI, weight_OI = ctx.saved_tensors
         gathered, dtype = ctx.gathered, weight_OI.dtype
         x_grad = weight_grad = bias_grad = None
+        if ctx.needs_input_grad[1] and not torch.is_grad_enabled():
+            gathered.begin(slice_BI.to(dtype))
         if ctx.needs_input_grad[0]:
             x_grad = (grad_BO @ weight_OI).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
