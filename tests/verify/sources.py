@@ -18,6 +18,25 @@ def mlp():
     return seeded(lambda: nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))), (floats(3, 12),)
 
 
+class Routed(nn.Module):
+    """Each row goes the way of the larger of two numbers that are the same but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 240), nn.Linear(240, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.relu(self.up(x)))
+        forth, back = (sum(each) for each in (y.unbind(-1), y.flip(-1).unbind(-1)))
+        _, way = torch.stack([forth, back], -1).softmax(-1, dtype=torch.float32).topk(1, dim=-1)
+        return torch.where(way == 0, y, -y)
+
+
+def routed():
+    """A model that decides by rounding."""
+    return seeded(Routed), {"x": floats(64, 12)}
+
+
 class Then(nn.Module):
     """An MLP and what is done with its result."""
 

@@ -23,7 +23,8 @@ from tpconvert.source import Source
 from tpconvert.verify import verify as prove
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+PATHS = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, "GLOO_SOCKET_IFNAME": "lo"}
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
@@ -115,6 +116,17 @@ def test_a_narrower_dtype_has_a_bound_of_its_own_and_still_finds_a_missing_sum(t
     assert error > {"float32": 1e-9, "bfloat16": 1e-5}[dtype]  # it was rounded so
     plan = tampered(tmp_path, name_of("mlp"), without("reduce"))
     assert verify(name_of("mlp"), "--plan", plan, "--dtype", dtype).exit_code == 1
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_what_rounding_alone_decides_is_decided_as_in_the_whole_model(dtype):
+    result = verify(name_of("routed"), "--tp", 2, "--dtype", dtype)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_router_that_is_wrong_still_decides_for_itself(tmp_path):
+    plan = tampered(tmp_path, name_of("routed"), without("reduce"))
+    assert verify(name_of("routed"), "--plan", plan, "--dtype", "bfloat16").exit_code == 1
 
 
 def test_lockstep_knows_no_other_dtype():

@@ -40,15 +40,20 @@ def settled(node: fx.Node, bound: dict[str, Any], args: Any, out: Any, wanted: d
     return as_recorded(args[0], dim, out, wanted.get(None if isinstance(out, torch.Tensor) else 1))
 
 
-def as_recorded(x: torch.Tensor, dim: Any, out: Any, places: torch.Tensor | None) -> Any:
-    """``out``, or the recorded places of ``x`` where the values there are the same but for rounding."""
+def as_recorded(
+    x: torch.Tensor, dim: Any, out: Any, places: torch.Tensor | None, dtype: torch.dtype = torch.float64
+) -> Any:
+    """``out``, or the recorded places of ``x`` where the values there are the same but for rounding.
+
+    What led to them was computed in ``dtype``: a router that widens what it is given still has its rounding.
+    """
     several = not isinstance(out, torch.Tensor)
     found = out[1] if several else out
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not (dim is None or type(dim) is int):
         return out
     if places is None or places.dtype != torch.long or places.shape != found.shape or torch.equal(places, found):
         return out
-    values = _equally_good(x, dim, found, places)
+    values = _equally_good(x, dim, found, places, max(close(x.dtype), close(dtype)))
     return out if values is None else [values, places] if several else places
 
 
@@ -65,14 +70,16 @@ def _as_close(left: torch.Tensor, right: Any, out: torch.Tensor, want: torch.Ten
     return bool((apart <= close(left.dtype) * _scale(left)).all())
 
 
-def _equally_good(x: torch.Tensor, dim: int | None, found: torch.Tensor, places: torch.Tensor) -> torch.Tensor | None:
-    """The values at ``places``, if they are those that were found but for rounding."""
+def _equally_good(
+    x: torch.Tensor, dim: int | None, found: torch.Tensor, places: torch.Tensor, near: float
+) -> torch.Tensor | None:
+    """The values at ``places``, if they are those that were found but for rounding, ``near`` of the largest."""
     if dim is None:  # all entries are one row
         x, dim = x.reshape(-1), 0
     kept = places.dim() == x.dim()
     values, before = (x.gather(dim, at if kept else at.unsqueeze(dim)) for at in (places, found))
     apart = torch.where(values == before, torch.zeros_like(values), values - before).detach().abs()  # infinities too
-    if not bool((apart <= close(x.dtype) * _scale(x)).all()):
+    if not bool((apart <= near * _scale(x)).all()):
         return None
     return values if kept else values.squeeze(dim)
 

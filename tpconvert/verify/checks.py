@@ -173,7 +173,7 @@ class _Pair:
         with self.plain():
             local = self.run(self.local)
         if self.over_ranks(apart(whole, local)) > self.bound:  # which ties may be the cause of
-            decisions = Decisions()
+            decisions = Decisions(self.dtype)
             with self.plain(), decisions.of(True):
                 whole = self.run(self.whole)
             with self.plain(), decisions.of(False):
@@ -188,7 +188,7 @@ class _Pair:
             return
         kept, self.inputs = self.inputs, smaller
         try:
-            with torch.no_grad(), self.exact(), (decisions := Decisions()).of(True):
+            with torch.no_grad(), self.exact(), (decisions := Decisions(self.dtype)).of(True):
                 try:
                     whole = self.run(self.whole)
                 except Exception as error:
@@ -211,7 +211,7 @@ class _Pair:
         runs = []
         records: list[Record] = [{}, {}]
         takes = takes_gradients(copied(self.whole), self.inputs, self.dtype, mode == "train")  # it may keep what it saw
-        entered, decisions = [Entered(self.inputs, takes) for _ in records], Decisions()
+        entered, decisions = [Entered(self.inputs, takes) for _ in records], Decisions(self.dtype)
         for module, record, given in zip((self.whole, self.local), records, entered, strict=True):
             module.train(mode == "train")
             module.zero_grad(set_to_none=True)
@@ -291,7 +291,7 @@ class _Pair:
                 clip_grad_norm_(self.local, limit, self.mesh, self.plan),
             ]
             self.add("gradient norm", f"step {step + 1}", self.over_ranks(relative(norms[1], norms[0])), "train")
-            decisions = Decisions()
+            decisions = Decisions(self.dtype)
             for module in (self.whole, self.local):
                 with torch.no_grad():
                     for p in module.parameters():

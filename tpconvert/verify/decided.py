@@ -18,9 +18,10 @@ AT = {"topk": 2, "kthvalue": 2}
 
 
 class Decisions:
-    """What one run ranked, in order."""
+    """What one run, in ``dtype``, ranked, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.taken: list[tuple[str, Any]] = []
 
     @contextmanager
@@ -28,7 +29,7 @@ class Decisions:
         """Within it, ``first`` runs are written down, and others take the same decisions where these are as good."""
         if first:
             self.taken.clear()
-        with _Deciding(self.taken, first):
+        with _Deciding(self.taken, first, self.dtype):
             yield
 
 
@@ -39,8 +40,9 @@ def apart(whole: Any, local: Any) -> float:
 
 
 class _Deciding(TorchFunctionMode):
-    def __init__(self, taken: list[tuple[str, Any]], first: bool) -> None:
+    def __init__(self, taken: list[tuple[str, Any]], first: bool, dtype: torch.dtype) -> None:
         super().__init__()
+        self.dtype = dtype
         self.taken, self.first, self.number = taken, first, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,5 +61,5 @@ class _Deciding(TorchFunctionMode):
         if recorded[0] != op or not args:
             return out
         dim = kwargs.get("dim", args[AT.get(op, 1)] if len(args) > AT.get(op, 1) else ORDERED[op])
-        settled = as_recorded(args[0], dim, out, recorded[1])
+        settled = as_recorded(args[0], dim, out, recorded[1], self.dtype)
         return type(out)(settled) if several and isinstance(settled, list) else settled
