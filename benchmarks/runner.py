@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", metavar="NAME", default=["ours", "trainer"], help="of ours, trainer, fp8, eager"
     )
-    parser.add_argument("--profile", action="store_true", help="a table of kernels, in OUT/profile.txt")
+    parser.add_argument("--profile", action="store_true", help="a table of kernels, in OUT/profile-NAME.txt")
     parser.add_argument("--work", type=Path, help="where the model is made, once; default: a temporary folder")
     parser.add_argument("--out", type=Path, help="where the logs and the profile go")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of a process that runs one of them
@@ -123,7 +123,7 @@ def rows_of(name: str, folder: Path, options: argparse.Namespace, out: Path) -> 
     """Each step of one of them, in a process of its own."""
     command = [sys.executable, __file__, "--folder", str(folder), "--steps", str(options.steps), "--out", str(out)]
     command += ["--batch", str(options.batch), "--length", str(options.length), *(["--toy"] if options.toy else [])]
-    command += ["--only", name, *(["--profile"] if options.profile and name == "ours" else [])]
+    command += ["--only", name, *(["--profile"] if options.profile and name != "trainer" else [])]
     with (out / f"{name}.log").open("w+") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
         log.seek(0)
@@ -167,7 +167,7 @@ def train_by_us(folder: Path, options: argparse.Namespace) -> None:
     with contextlib.suppress(EnoughError), found or contextlib.nullcontext():
         train(folder / "model", config, mesh, output=folder / name, stopped=before_a_step)
     if found is not None:
-        (options.out / "profile.txt").write_text(
+        (options.out / f"profile-{name}.txt").write_text(
             kernels(found, "self_device_time_total" if cuda else "self_cpu_time_total")
         )
 

@@ -62,6 +62,8 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     began = time.monotonic()
     gpus = 2 if options.toy else torch.cuda.device_count()
+    if torch.cuda.is_initialized() and set(options.parts) - {"proofs"}:
+        sys.exit("An import has begun CUDA (torchao does), so no process that is forked could use it: run without it.")
     options.out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="scaling-", dir=options.work))
     run = Run(options, gpus, work, began)
@@ -84,7 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="a folder on a large disk, for checkpoints")
     parser.add_argument("--seconds", type=float, default=540.0, help="no case is begun after that, none outlasts it")
     parser.add_argument("--gb", type=float, default=16.0, help="of the model that is loaded")
-    parser.add_argument("--only", default="", help="cases whose names hold this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose sizes and names hold one of these")
     parser.add_argument("--options", nargs="*", default=[], metavar="JSON", help="further cases of the converted model")
     parser.add_argument("--render", nargs="+", type=Path, metavar="JSON", help="results -> the page --out, no run")
     parser.add_argument("--toy", action="store_true", help="tiny models on CPUs")
@@ -108,7 +110,8 @@ class Run:
             for o in self.options.options
         )
         found = [(p, c) for p, made in self.cases(more).items() if p in parts for c in made]
-        found = [(p, shrunk(c) if toy else c) for p, c in found if self.options.only in c.name]
+        found = [(p, c) for p, c in found if any(o in f"{c.size}: {c.name}" for o in self.options.only)]
+        found = [(p, shrunk(c) if toy else c) for p, c in found]
         found = list({c: (p, c) for p, c in reversed(found)}.values())[::-1]
         self.say(f"{len(found)} cases on {self.gpus} GPUs")
         plans = make_plans([c for _, c in found], toy, os.cpu_count() or 1)
@@ -129,7 +132,8 @@ class Run:
             )
         beside, every = [], tuple(range(self.gpus))
         if "proofs" in parts:
-            beside += proofs.proofs([d for d in (2, 4) if d <= self.gpus], toy)
+            asked = proofs.proofs([d for d in (2, 4) if d <= self.gpus], toy)
+            beside += [job for job in asked if any(o in job.name for o in self.options.only)]
         if "runner" in parts:
             beside.append(
                 Job(
@@ -188,9 +192,7 @@ class Run:
             name = f"{part}: {case.size}: {case.name}{', network' if case.network else ''}"
             self.parts[name] = part
             given = (case, plan, mine, self.work / f"{number}.store", self.options.toy)
-            waves[-1].append(
-                Job(name, step.run_case, given, case.ranks, mine, 45 if dict(case.options).get("cudagraphs") else 170)
-            )
+            waves[-1].append(Job(name, step.run_case, given, case.ranks, mine, 60 if "graph" in case.name else 170))
         return waves
 
     def load(self) -> None:

@@ -19,6 +19,7 @@ _HOMES = {
     "clip_grad_norm_": "tpconvert.parallel.clip",
     "compile_layers": "tpconvert.parallel.compiled",
     "cross_entropy": "tpconvert.parallel.loss",
+    "GraphedStep": "tpconvert.parallel.graphed",
     "inspect": "tpconvert.checkpoint",
     "load": "tpconvert.loading",
     "make_mesh": "tpconvert.parallel.mesh",

@@ -10,7 +10,11 @@ SIZES = ((8, 4096), (4, 16384))
 """Layers and tokens of the Llama."""
 OTHERS = (("bert-large", 24, 8192, 16), ("gpt2-xl", 12, 4096, 4), ("mixtral", 4, 4096, 1), ("vit-l", 24, 6304, 1))
 """Kind, layers, tokens, sequences."""
+WAITS = ("mixtral",)
+"""Kinds whose forward waits for the GPU, to see which experts have tokens: no CUDA graph can hold that."""
 ASYNC = (("inductor", ("_micro_pipeline_tp",)),)
+GRAPHED = (("graphed", True),)
+"""Forward and backward as one CUDA graph."""
 
 
 def network(gpus: int, more: tuple[tuple[tuple[str, object], ...], ...] = ()) -> list[Case]:
@@ -18,12 +22,14 @@ def network(gpus: int, more: tuple[tuple[tuple[str, object], ...], ...] = ()) ->
     found = []
     for layers, tokens in SIZES:
         whole = Case("whole", layers=layers, tokens=tokens)
-        found += [whole, replace(whole, compiled=True)]
+        found += [whole, replace(whole, compiled=True), replace(whole, compiled=True, options=GRAPHED)]
         for tp in (d for d in (2, 4, 8) if d <= gpus):
             base = replace(whole, tp=tp, network=True)
             ours = replace(base, way="converted")
             found += [replace(ours, compiled=c, sequence_parallel=s) for c in (False, True) for s in (False, True)] + [
-                replace(ours, compiled=True, options=o, sequence_parallel=s) for o in more for s in (False, True)
+                replace(ours, compiled=c, options=o, sequence_parallel=s)
+                for c, o in [(False, GRAPHED), (True, GRAPHED), *((True, o) for o in more)]
+                for s in (False, True)
             ]
             found += [
                 replace(base, way="megatron"),
@@ -48,6 +54,7 @@ def alone(more: tuple[tuple[tuple[str, object], ...], ...] = ()) -> list[Case]:
             base,
             replace(base, compiled=True),
             replace(base, compiled=True, sequence_parallel=True),
+            replace(base, compiled=True, options=GRAPHED),
             replace(base, way="megatron"),
             replace(base, way="transformers"),
             replace(base, way="dtensor", compiled=True),
@@ -65,7 +72,8 @@ def others() -> list[Case]:
     found = []
     for kind, layers, tokens, rows in OTHERS:
         whole = Case("whole", model=kind, layers=layers, tokens=tokens, batch=rows, compiled=True)
-        found += [whole, replace(whole, way="converted", tp=2), replace(whole, way="converted", tp=4)]
+        every = [whole, replace(whole, way="converted", tp=2), replace(whole, way="converted", tp=4)]
+        found += every + [replace(case, options=GRAPHED) for case in every if kind not in WAITS]
     return found
 
 

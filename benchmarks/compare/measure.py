@@ -96,6 +96,7 @@ def profiled(step: Callable[[], Any], device: torch.device, steps: int = 3) -> d
         "exposed_share": (both - busy) / span,
         "nccl_kernels": {k: n / steps for k, n in kinds.items()},
         "longest": _longest(kernels, steps),
+        "gaps": _gaps(kernels, steps),
     }
 
 
@@ -106,6 +107,21 @@ def _longest(kernels: Iterable[tuple[str, float, float]], steps: int) -> list[li
         times[name[:80]] += end - start
         calls[name[:80]] += 1
     return [[name, t / steps / 1000, calls[name] / steps] for name, t in times.most_common(16)]
+
+
+def _gaps(kernels: list[tuple[str, float, float]], steps: int) -> list[list[Any]]:
+    """Where no kernel ran: milliseconds a step before kernels of a name, and how often; the longest first."""
+    times: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    end, last = kernels[0][2], ""
+    for name, start, stop in sorted(kernels, key=lambda k: k[1]):
+        if start > end:
+            told = f"{last[:60]} > {name[:60]}"
+            times[told] += start - end
+            calls[told] += 1
+        if stop > end:
+            end, last = stop, name
+    return [[name, t / steps / 1000, calls[name] / steps] for name, t in times.most_common(24)]
 
 
 def covered(spans: Iterable[Span]) -> float:

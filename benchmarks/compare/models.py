@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tpconvert.source.frugal import frugal, parameters_to_meta
 
@@ -63,15 +64,22 @@ DROPOUTS = (
 )  # fmt: skip
 
 
-def config_of(kind: str, layers: int, width: float, toy: bool) -> Any:
+UNMASKED = "sdpa_unmasked"
+"""The attention of models recorded as a CUDA graph.  For a name of one's own transformers makes no mask; for its
+own ``sdpa`` it looks for packed documents, and where it must not wait for the GPU takes all for packed.
+"""
+
+
+def config_of(kind: str, layers: int, width: float, toy: bool, attention: str = "sdpa") -> Any:
     """A configuration; ``toy`` is small enough for a CPU."""
+    hf.AttentionInterface.register(UNMASKED, sdpa_attention_forward)
     _, config, numbers = KINDS[kind]
     numbers = dict(numbers)
     if toy:
         numbers |= {k: v for k, v in TOY.items() if k in numbers or k in ("image_size", "patch_size")}
     numbers |= {k: int(v * width) for k, v in numbers.items() if k in WIDTHS}
     numbers["n_layer" if "n_layer" in numbers else "num_hidden_layers"] = layers
-    made = config(**numbers, dtype="bfloat16", attn_implementation="sdpa")
+    made = config(**numbers, dtype="bfloat16", attn_implementation=attention)
     for name in DROPOUTS:
         if hasattr(made, name):
             setattr(made, name, 0.0)

@@ -22,7 +22,8 @@ memory the most that torch held. *ideal / ms* is the time of the whole model on 
 eager or both compiled: 1 is perfect. *exposed* is the time in which only kernels of NCCL ran, *idle* that in which
 no kernel ran, both of rank 0 under torch.profiler. All ways start from the same weights, so the loss and the
 gradient norm of the first step must agree to the rounding of bfloat16; Megatron-Core draws its own. FSDP runs one
-micro-batch on each rank, so it counts twice the tokens.
+micro-batch on each rank, so it counts twice the tokens. *graphed* is forward and backward recorded as one CUDA graph
+(`tpconvert.GraphedStep`), beside the whole model recorded so; the memory of these is the most since their beginning.
 
 *Rank 0 alone* is a group in which nobody else is: the compute and the launches of a rank, without the network.
 """

@@ -49,6 +49,7 @@ class Turn:
     """
 
     def __init__(self, folder: Path, gpus: Sequence[int], rank: int) -> None:
+        self.folder = folder
         self.files = [(folder / f"gpu-{g}.lock").open("a") for g in sorted(set(gpus))] if rank == 0 else []
 
     @contextlib.contextmanager
@@ -56,6 +57,18 @@ class Turn:
         """While others may prepare too."""
         with self._held(fcntl.LOCK_SH):
             yield
+
+    @contextlib.contextmanager
+    def one_of(self, places: int) -> Iterator[None]:
+        """While fewer than so many others do the same."""
+        files = [(self.folder / f"place-{n}.lock").open("a") for n in range(places)]
+        while True:
+            for file in files:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    yield
+                    return
+            time.sleep(0.1)
 
     @contextlib.contextmanager
     def measuring(self, meet: Callable[[], None]) -> Iterator[None]:

@@ -12,6 +12,8 @@ from typing import Any
 from benchmarks.compare.processes import Job, Turn
 
 SMALL = Path(__file__).parent / "small.py"
+AT_ONCE = 5
+"""Proofs that run at once: collectives of many processes on one GPU wait for one another."""
 
 
 def proofs(degrees: list[int], toy: bool) -> list[Job]:
@@ -23,7 +25,7 @@ def proofs(degrees: list[int], toy: bool) -> list[Job]:
     if not toy:
         asked += [(m, degrees[0], "float32", toy, True) for m in ("llama", "gpt2")]
     return [
-        Job(f"verify {m} tp={tp} {d}{' sequence parallel' * sliced}", _proved, (m, tp, d, toy, sliced), 1, gpus, 150)
+        Job(f"verify {m} tp={tp} {d}{' sequence parallel' * sliced}", _proved, (m, tp, d, toy, sliced), 1, gpus, 300)
         for m, tp, d, toy, sliced in asked
         for gpus in [tuple(range(tp))]  # of the ranks that it starts: nobody may measure on any of them meanwhile
     ]
@@ -32,7 +34,7 @@ def proofs(degrees: list[int], toy: bool) -> list[Job]:
 def _proved(rank: int, turn: Turn, model: str, tp: int, dtype: str, toy: bool, sliced: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "tpconvert", "verify", f"{SMALL}:{model}", "--tp", str(tp), "--dtype", dtype]
     command += ["--json", "--device", "cpu" if toy else "cuda"] + ["--sequence-parallel"] * sliced
-    with turn.preparing():
+    with turn.preparing(), turn.one_of(AT_ONCE):
         done = subprocess.run(
             command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, capture_output=True, check=False
         )

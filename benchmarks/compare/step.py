@@ -78,7 +78,9 @@ def first(case: Case, step: Step) -> dict[str, Any]:
     """The loss and the gradient norm of the first step, by which ways can be compared; and its collectives."""
     found: dict[str, Any] = {}
     counting = measure.Counting()
-    if case.compiled:
+    if case.compiled or dict(case.options).get(
+        "graphed"
+    ):  # which count by the kernels of a step, if there is a network
         loss = backward(step)
     else:
         with counting:
@@ -112,7 +114,8 @@ def figures(case: Case, step: Step, optimizer: Any, device: torch.device, toy: b
         torch.cuda.empty_cache()
         step.run(optimizer)
         torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        if not dict(case.options).get("graphed"):  # whose memory is taken when it is recorded
+            torch.cuda.reset_peak_memory_stats(device)
 
     def one() -> None:
         step.run(optimizer)

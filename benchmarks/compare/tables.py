@@ -40,7 +40,7 @@ def markdown(rows: Sequence[Row], calls: Sequence[Row]) -> str:
         ("others", "Other models, rank 0 alone"),
     ):
         mine = [r for r in rows if r["part"] == part and "ms" in r]
-        wholes = {size_key(r): r for r in rows if r.get("way") == "whole" and "ms" in r}
+        wholes = {(size_key(r), graphed(r)): r for r in rows if r.get("way") == "whole" and "ms" in r}
         for size in dict.fromkeys(r["size"] for r in mine):
             out += ["", f"## {title}: {size}", "", *steps([r for r in mine if r["size"] == size], wholes)]
     out += section(
@@ -92,7 +92,7 @@ def steps(rows: Iterable[Row], wholes: dict[tuple[Any, ...], Row]) -> list[str]:
     for r in sorted(
         rows, key=lambda r: (r["way"] != "whole", r["tp"], r["way"] != "converted", r["compiled"], r["name"])
     ):
-        whole = wholes.get(size_key(r))
+        whole = wholes.get((size_key(r), graphed(r))) or wholes.get((size_key(r), False))
         ratio = whole["ms"] / r["tp"] / r["ms"] if whole and r["way"] not in ("whole", "fsdp") else None
         calls = r.get("nccl_kernels") or r.get("collectives") or {}
         lines.append(
@@ -117,6 +117,11 @@ def steps(rows: Iterable[Row], wholes: dict[tuple[Any, ...], Row]) -> list[str]:
 def size_key(row: Row) -> tuple[Any, ...]:
     """What a case shares with the whole model it is measured against."""
     return row["model"], row["layers"], row["width"], row["tokens"], row["compiled"], row["optimizer"]
+
+
+def graphed(row: Row) -> bool:
+    """Whether it was run as a CUDA graph."""
+    return "graphed" in dict(row["options"])
 
 
 def section(title: str, rows: Sequence[Row], names: Sequence[str]) -> list[str]:

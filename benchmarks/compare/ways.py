@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from benchmarks.compare.case import Case
 from tpconvert import cross_entropy, make_mesh, parallelize
 from tpconvert.parallel.clip import grad_norm
 from tpconvert.parallel.convert import output_gathers, part
+from tpconvert.parallel.graphed import GraphedStep
 from tpconvert.spec.plan import Plan
 from tpconvert.train.model import logits_of
 
-OWN = ("inductor", "plain", "cudagraphs")
+OWN = ("inductor", "plain", "cudagraphs", "graphed")
 """Options of a case that are not for ``parallelize``."""
 
 
@@ -42,16 +43,35 @@ class Step:
         return loss
 
 
+@dataclass(frozen=True)
+class RecordedStep(Step):
+    """The same of one batch as a CUDA graph, recorded when it is first run."""
+
+    recorded: list[GraphedStep] = field(default_factory=list)
+
+    def run(self, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+        """As :meth:`Step.run`."""
+        if not self.recorded:
+            self.recorded.append(GraphedStep(self.module, self.loss, ()))
+        loss = self.recorded[0]()
+        if optimizer is not None:
+            optimizer.step()
+        self.module.zero_grad()
+        return loss
+
+
 def prepare(case: Case, plan: str | None, device: torch.device, toy: bool) -> Step:
     """The model of a case on this rank, with its weights."""
-    config = models.config_of(case.model, case.layers, case.width, toy)
+    graphed = bool(dict(case.options).get("graphed"))
+    config = models.config_of(case.model, case.layers, case.width, toy, models.UNMASKED if graphed else "sdpa")
     if case.way == "megatron":
         from benchmarks.compare.megatron import megatron
 
         return megatron(case, config, device)
     module = models.skeleton_of(case.model, config)
     inputs, labels = models.batch_of(case.model, config, case.tokens, case.batch, device)
-    return WAYS[case.way](case, module, plan, device, inputs, labels)
+    step = WAYS[case.way](case, module, plan, device, inputs, labels)
+    return RecordedStep(step.module, step.loss, step.norm) if graphed else step
 
 
 def whole(

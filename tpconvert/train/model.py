@@ -6,6 +6,7 @@ Nothing is traced again: the plan in the folder says everything.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,0 +1,135 @@
+"""Steps recorded as CUDA graphs: the numbers of the step itself, for every batch, and what cannot be recorded."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from benchmarks.compare import models
+from tpconvert.errors import PlanError
+from tpconvert.parallel import cross_entropy, make_mesh, parallelize
+from tpconvert.parallel.convert import output_gathers
+from tpconvert.parallel.graphed import GraphedStep
+from tpconvert.planning import make_plan
+from tpconvert.spec.plan import Plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+
+def plain(module, loss, batch):
+    """The loss and the gradients of one step."""
+    module.zero_grad()
+    value = loss(*batch)
+    value.backward()
+    return [value.detach(), *(p.grad.clone() for p in module.parameters())]
+
+
+def recorded(module, step, batch):
+    """The same of a recorded one."""
+    value = step(*batch)
+    return [value, *(p.grad.clone() for p in module.parameters())]
+
+
+def normed():
+    """A model with running statistics, on a GPU."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16)).cuda()
+
+
+def batches(count, rows=8):
+    return [(torch.randn(rows, 16, device="cuda"), torch.randn(rows, 16, device="cuda")) for _ in range(count)]
+
+
+def test_each_batch_gives_its_own_loss_and_gradients_and_statistics_go_on():
+    one, other = normed(), normed()
+    given = batches(4)
+
+    def loss_of(module):
+        return lambda x, y: nn.functional.mse_loss(module(x), y)
+
+    step = GraphedStep(one, loss_of(one), given[0])
+    for name, buffer in one.named_buffers():
+        assert torch.equal(buffer, other.get_buffer(name)), name  # recording has not moved them
+    for batch in given:
+        torch.testing.assert_close(recorded(one, step, batch), plain(other, loss_of(other), batch))
+        one.zero_grad()
+    for name, buffer in one.named_buffers():
+        torch.testing.assert_close(buffer, other.get_buffer(name))
+
+
+def test_dropout_drops_anew_each_time():
+    module = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)).cuda()
+    step = GraphedStep(module, lambda x: module(x).square().mean(), [torch.ones(8, 16, device="cuda")])
+    losses = [float(step(torch.ones(8, 16, device="cuda"))) for _ in range(4)]
+    assert len(set(losses)) == 4
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda y: y * float(y.detach().sum()), r"cannot be recorded as a CUDA graph: .*captur"),
+        (lambda y: y * torch.rand(()).item(), "draws random numbers on the CPU"),
+    ],
+    ids=["waits", "draws"],
+)
+def test_what_a_graph_would_repeat_or_cannot_hold_is_refused(forward, message):
+    module = nn.Linear(16, 16).cuda()
+    with pytest.raises(PlanError, match=message):
+        GraphedStep(module, lambda x, y: forward(module(x)).sum(), batches(1)[0])
+    torch.cuda.synchronize()
+    assert torch.rand(3, device="cuda").sum().item() > 0  # all goes on as before
+
+
+def test_another_size_and_moved_parameters_are_refused():
+    module = normed()
+    step = GraphedStep(module, lambda x, y: (module(x) - y).square().mean(), batches(1)[0])
+    with pytest.raises(PlanError, match=r"recorded for float32\[8, 16\], not float32\[4, 16\]"):
+        step(*batches(1, rows=4)[0])
+    module[0].weight.data = module[0].weight.data.clone()
+    with pytest.raises(PlanError, match="parameters have moved"):
+        step(*batches(1)[0])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_converted_model_over_nccl_is_the_same_recorded(compiled, sequence_parallel, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs")
+    config = models.config_of("llama", 2, 1, True, models.UNMASKED)
+    plan = make_plan(models.skeleton_of("llama", config), models.example_of("llama", config), tp=2).dumps()
+    mp.start_processes(_on_rank, (str(tmp_path), plan, compiled, sequence_parallel), 2, start_method="spawn")
+
+
+def _on_rank(rank, folder, text, compiled, sequence_parallel):
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    torch.cuda.set_device(rank)
+    method = f"file://{folder}/store"
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=method, rank=rank, world_size=2)
+    config, plan = models.config_of("llama", 2, 1, True, models.UNMASKED), Plan.loads(text)
+    mesh = make_mesh(2, device=torch.device("cuda", rank))
+    torch.manual_seed(0)
+    whole = models.KINDS["llama"][0](config)
+    gathers = output_gathers(plan)
+    parallelize(whole, plan, mesh, gather_output=False, sequence_parallel=sequence_parallel)
+    module = whole.to(mesh.device).train()
+    given = []
+    for number in range(3):
+        random = torch.Generator().manual_seed(number)
+        ids = (torch.randint(0, config.vocab_size, (1, 64), generator=random) for _ in range(2))
+        given.append([i.to(mesh.device) for i in ids])
+
+    def loss(ids, labels):
+        return cross_entropy(module(input_ids=ids, use_cache=False).logits, labels, mesh, gathers[0].blocks)
+
+    expected = [plain(module, loss, batch) for batch in given]
+    if compiled:
+        from tpconvert.parallel.compiled import compile_layers
+
+        compile_layers(module)
+    step = GraphedStep(module, loss, given[0])
+    for batch, want in zip(given, expected, strict=True):
+        torch.testing.assert_close(recorded(module, step, batch), want, rtol=1e-3, atol=1e-4)
+    os._exit(0)  # taking NCCL down takes seconds
