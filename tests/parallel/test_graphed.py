@@ -16,7 +16,7 @@ from tpconvert.parallel.graphed import GraphedStep
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def plain(module, loss, batch):
@@ -43,6 +43,12 @@ def batches(count, rows=8):
     return [(torch.randn(rows, 16, device="cuda"), torch.randn(rows, 16, device="cuda")) for _ in range(count)]
 
 
+def test_a_module_on_a_cpu_is_refused():
+    with pytest.raises(PlanError, match="on a GPU, which this is not"):
+        GraphedStep(nn.Linear(3, 3), lambda x: x.sum(), [torch.ones(2, 3)])
+
+
+@pytest.mark.gpu
 def test_each_batch_gives_its_own_loss_and_gradients_and_statistics_go_on():
     one, other = normed(), normed()
     given = batches(4)
@@ -60,6 +66,7 @@ def test_each_batch_gives_its_own_loss_and_gradients_and_statistics_go_on():
         torch.testing.assert_close(buffer, other.get_buffer(name))
 
 
+@pytest.mark.gpu
 def test_dropout_drops_anew_each_time():
     module = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)).cuda()
     step = GraphedStep(module, lambda x: module(x).square().mean(), [torch.ones(8, 16, device="cuda")])
@@ -67,6 +74,7 @@ def test_dropout_drops_anew_each_time():
     assert len(set(losses)) == 4
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
@@ -83,6 +91,7 @@ def test_what_a_graph_would_repeat_or_cannot_hold_is_refused(forward, message):
     assert torch.rand(3, device="cuda").sum().item() > 0  # all goes on as before
 
 
+@pytest.mark.gpu
 def test_another_size_and_moved_parameters_are_refused():
     module = normed()
     step = GraphedStep(module, lambda x, y: (module(x) - y).square().mean(), batches(1)[0])
@@ -93,6 +102,7 @@ def test_another_size_and_moved_parameters_are_refused():
         step(*batches(1)[0])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_converted_model_over_nccl_is_the_same_recorded(compiled, sequence_parallel, tmp_path):

@@ -32,7 +32,8 @@ class GraphedStep:
     """
 
     def __init__(self, module: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Tensor]) -> None:
-        self.module = module
+        if {p.device.type for p in module.parameters()} != {"cuda"}:
+            raise PlanError("A step is recorded as a CUDA graph of a module that is on a GPU, which this is not.")
         self.batch = [t.detach().clone() for t in batch]
         self.graph = torch.cuda.CUDAGraph()
         self.loss = _record(self.graph, module, loss, self.batch)
@@ -112,10 +113,12 @@ def _without_gradients(module: nn.Module) -> None:
 def _unchanged(module: nn.Module) -> Iterator[None]:
     """Buffers, such as running statistics, are afterwards as they were."""
     held = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, value in held:
-            buffer.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in held:
+                buffer.copy_(value)
 
 
 def _drawn() -> tuple[Any, ...]:
