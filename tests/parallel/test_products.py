@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.test_schedule import passes_alone
 from tests.parallel.test_wire import TOKENS, WORDS, Wire, model_of
@@ -130,3 +131,29 @@ def written(mesh, after):
 def test_what_was_written_into_since_it_was_gathered_is_not_gathered_again(run_ranks, after):
     tokens, factor = 4, 2 if after else 1  # two on each of two ranks
     assert run_ranks(written, 2, after)[0] == [[float(tokens * factor)] * 3] * 4
+
+
+class Names(TorchDispatchMode):
+    """The ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def ops_of_backward(mesh):
+    slice_, weight = torch.ones(1, 2, 3).requires_grad_(), torch.ones(4, 3).requires_grad_()
+    y = products.gathered_product(products.gathered_from(slice_, 1, mesh), weight, None)
+    with Names() as called:
+        y.sum().backward()
+    return called.names
+
+
+def test_what_is_gathered_again_is_on_its_way_while_the_gradient_of_the_input_is_computed(run_ranks):
+    names = run_ranks(ops_of_backward, 2)[0]
+    gathers = [at for at, name in enumerate(names) if "allgather" in name]
+    assert len(gathers) == 1 and gathers[0] < min(at for at, name in enumerate(names) if name.endswith("mm"))
