@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
 import tomllib
@@ -105,6 +106,8 @@ def build(model_type: str) -> Built:
                     return way(model_type, make, _own(kind, config))
             except (Exception, _OutOfTimeError) as error:
                 errors.append(f"{name} {way.__name__.removeprefix('_by_')}: {told(error)}")
+            finally:
+                gc.collect()  # what was tried hangs in cycles with the errors it raised, and holds gigabytes
     raise NotBuiltError(" || ".join(errors[:4]) or "it has no class")
 
 
