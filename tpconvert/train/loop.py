@@ -226,7 +226,7 @@ def open_model(run: Run, start: Path, progress: Progress, trust_remote_code: boo
     own_loss = together(mesh, lambda: function_of("data.loss", config.data.loss) if config.data.loss else None)
     packing = together(mesh, lambda: packing_of(module, call, mesh, config) if packed else None)
     padded = not (config.data.pack and config.data.objective == "causal")
-    if sliced and padded and packing is None and config.data.dataset is None:
+    if mesh.degree > 1 and padded and packing is None and config.data.dataset is None:
         call = together(mesh, lambda: call_of_padded(module, call, mesh, config))
     layers = list(layers_of(module))
     if config.training.precision == "fp8":

@@ -185,8 +185,11 @@ def packing_of(module: nn.Module, call: Call, mesh: Mesh, config: Config) -> Pac
 
 
 def call_of_padded(module: nn.Module, call: Call, mesh: Mesh, config: Config) -> Call:
-    """How to call a module whose ranks have slices of padded sequences: with a mask, or without one where none is
-    needed, whichever is shown to leave padding out."""
+    """How to call a module with padded sequences: with a mask, or without one where that is shown to be needless.
+
+    The plan may know nothing of masks, so it is tried: ranks may have slices of a sequence, or the forward another way
+    for what is masked.
+    """
 
     def outputs(way: Call, batch: Batch) -> Tensor:
         with lowered(mesh, config.training.precision):
@@ -196,12 +199,14 @@ def call_of_padded(module: nn.Module, call: Call, mesh: Mesh, config: Config) ->
     trial = Trial(call.words, config.training.seq_len, next(module.parameters()).dtype, off)
     for way in dict.fromkeys([call.mask, None]):
         chosen = replace(call, mask=way)
-        if is_padding_left_out(module, functools.partial(outputs, chosen), trial, mesh):
+        shown = config.parallelism.sequence_parallel or (way is None and call.mask is not None)
+        if is_padding_left_out(module, functools.partial(outputs, chosen), trial, mesh, shown=shown):
             return chosen
+    sliced = ", with slices of a sequence," if config.parallelism.sequence_parallel else ""
     raise ConfigError(
-        "parallelism.sequence_parallel: it cannot be shown that this model leaves padding out when its ranks have "
-        "slices of a sequence: it was planned without attention_mask.",
-        hint="Set parallelism.sequence_parallel: false, or train on packed documents (data.pack).",
+        f"Sequences are padded, and it cannot be shown that this model leaves padding out at tp={mesh.degree}{sliced} "
+        "since it was planned without attention_mask.",
+        hint="Set parallelism.sequence_parallel: false, a smaller tp, or train on packed documents (data.pack).",
     )
 
 
