@@ -49,7 +49,7 @@ class _Deciding(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         op = getattr(func, "__name__", "")
-        if op not in ORDERED or kwargs.get("out") is not None:
+        if op not in ORDERED or kwargs.get("out") is not None or torch.compiler.is_compiling():
             return out
         several = not isinstance(out, torch.Tensor)
         places = (out[1] if several else out).detach()

@@ -23,8 +23,8 @@ class Recording:
     def __enter__(self) -> None:
         def hook(path: str) -> Any:
             def keep(module: nn.Module, args: Any, output: Any) -> None:
-                if transforming():
-                    return  # tensors of torch.vmap cannot leave it
+                if transforming() or torch.compiler.is_compiling():
+                    return  # tensors of torch.vmap cannot leave it, nor those of a branch of torch.cond
                 for slot, tensor in tensors_of(output):
                     if tensor.is_floating_point():
                         self.record.setdefault((path, slot), tensor.detach().clone())
