@@ -80,12 +80,13 @@ def hold(plan: Plan, trace: Trace, other: Trace, rules: Sequence[Path] = ()) -> 
         return tuple(x for x in had if x.module not in new) + tuple(x for x in asked if x.module in new)
 
     drawn = [replace(s, always=False) for s in found.switches]  # as recorded: in training
-    known = {replace(s, always=False) for s in plan.switches}
+    kept = [s for s in plan.switches if s.module not in new]
+    known = {replace(s, always=False) for s in kept}
     held = replace(
         plan,
         boundaries=merged(plan.boundaries, found.boundaries),
         edits=merged(plan.edits, found.edits),
-        switches=tuple(dict.fromkeys((*plan.switches, *(s for s in drawn if s not in known)))),
+        switches=tuple(dict.fromkeys((*kept, *(s for s in drawn if s not in known)))),
     )
     return Held(held, choice)
 
