@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 from tpconvert.verify import compare_on_rank, emulate_module
-from tpconvert.verify.lastbits import widened
+from tpconvert.verify.lastbits import measured, widened
 from tpconvert.verify.result import FLOAT64, Check
 
 
@@ -60,6 +60,7 @@ def test_a_bound_is_widened_by_what_was_measured(error: float, moved: float, equ
 
     (found,) = widened([Check("gradient", "w", error, FLOAT64.bound, "eval")], FLOAT64, again)
     assert found.equal is equal and bool(asked) is (error > FLOAT64.bound)
+    assert [n[:10] for n in measured([found], [FLOAT64.bound])] == ["1 check is"] * (equal and error > FLOAT64.bound)
 
 
 class Ranked(nn.Module):

@@ -24,7 +24,7 @@ from tpconvert.source.blame import told
 from tpconvert.spec.plan import Plan
 from tpconvert.verify.decided import Decisions, apart
 from tpconvert.verify.dtypes import dtype_of, generators, precision
-from tpconvert.verify.lastbits import nudge, restore, state, widened
+from tpconvert.verify.lastbits import measured, nudge, restore, state, widened
 from tpconvert.verify.modes import Exact, Widened, call, loss_of, perturb, takes_gradients, tensors_of
 from tpconvert.verify.recording import Record, Recording
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
@@ -83,7 +83,7 @@ def compare_on_rank(
 
     checks = widened(pair.checks, tolerance, again)
     parted = "" if all(c.equal for c in checks) else pair.parted
-    return Result(tuple(checks), tolerance, parted, tuple(pair.notes))
+    return Result(tuple(checks), tolerance, parted, (*pair.notes, *measured(checks, (c.bound for c in pair.checks))))
 
 
 class _Pair:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -43,6 +43,13 @@ def checked(emulation: Emulation, ax: Axes, tolerance: Tolerance) -> tuple[list[
             Check(kind, d.name + where.format(d.module or "the model"), d.error, bound(kind, d), "eval") for d in found
         ]
     return checks, next((d.module for d in emulation.forward if not d.error <= bound("op", d)), "")
+
+
+def measured(checks: Iterable[Check], bounds: Iterable[float]) -> tuple[str, ...]:
+    """A note on how many checks exceed the bounds they had at first, and not the ones that were measured."""
+    count = sum(c.equal and not c.error <= bound for c, bound in zip(checks, bounds, strict=True))
+    what = "1 check is" if count == 1 else f"{count} checks are"
+    return (f"{what} held to what other last bits of the whole model itself do to the value.",) if count else ()
 
 
 LIMITED = ("output", "loss", "gradient")

@@ -24,7 +24,7 @@ from tpconvert.spec.plan import Plan
 from tpconvert.spec.sliced import sliced_form
 from tpconvert.verify.asked import compare_asked, sliced_flow
 from tpconvert.verify.dtypes import dtype_of, precision
-from tpconvert.verify.lastbits import checked
+from tpconvert.verify.lastbits import checked, measured
 from tpconvert.verify.modes import Exact, perturb
 from tpconvert.verify.ranks import LIMIT, How, Work, start_ranks
 from tpconvert.verify.result import BYTES, Check, Result
@@ -138,7 +138,8 @@ def emulate_module(
         emulation = found.emulate(sliced, tolerance.floor)
         checks = compare_asked(module, inputs, trace, found, plan, sliced)
         ops, parted = checked(emulation, found.choice.flow.ax, tolerance)
-    return Result((*checks, *ops), tolerance, parted, tuple(emulation.notes))
+    notes = measured(ops, [tolerance.bound] * len(ops))
+    return Result((*checks, *ops), tolerance, parted, (*emulation.notes, *notes))
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------
