@@ -10,7 +10,7 @@ from tests.train.tiny import make_folder, make_text
 from tpconvert.checkpoint import load_rank
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import make_mesh
-from tpconvert.train.batch import IGNORE, Shortened, check_fingerprints, collate, count_labels, fingerprint
+from tpconvert.train.batch import IGNORE, Shortened, check_shares, collate, count_labels, fingerprint, origins_of
 from tpconvert.train.config import make_config
 from tpconvert.train.fits import Limits, check_fits, cut_off
 from tpconvert.train.loop import train
@@ -150,14 +150,29 @@ def test_labels_are_counted_without_padding():
 
 
 def test_tp_ranks_with_different_batches_are_found():
-    check_fingerprints(["a", "a", "b", "b"], tp=2)
+    mine, others = [(0, 0, 3)], [(0, 0, 1)]
+    check_shares([("a", mine), ("a", mine), ("b", others), ("b", others)], tp=2)
     with pytest.raises(ConfigError, match="Ranks 2 and 3 are tp ranks of one dp rank, but their first batches differ"):
-        check_fingerprints(["a", "a", "b", "c"], tp=2)
+        check_shares([("a", mine), ("a", mine), ("b", others), ("c", others)], tp=2)
 
 
-def test_dp_ranks_with_the_same_batch_are_found():
-    with pytest.raises(ConfigError, match="Ranks 0 and 2 are different dp ranks, but their first batches are the same"):
-        check_fingerprints(["a", "a", "a", "a"], tp=2)
+def test_dp_ranks_with_a_sequence_in_common_are_found_and_equal_ones_of_other_places_are_not():
+    first, second = [(0, 0, 3), (1, 0, 7)], [(0, 0, 2), (1, 0, 7)]
+    with pytest.raises(ConfigError, match="0 and 2 are different dp ranks, but sequence 7 of source 1 is in the first"):
+        check_shares([("a", first), ("a", first), ("b", second), ("b", second)], tp=2)
+    for other in ([(0, 0, 2), (1, 1, 7)], [(0, 0, 2), (1, 0, 6)]):
+        check_shares([("a", first), ("a", first), ("a", other), ("a", other)], tp=2)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 30.0)])
+def test_no_dp_rank_has_the_row_of_another_however_small_the_data_and_equal_the_rows(weights):
+    same = Causal(Tokens(np.full(17, 7), np.array([0, 17]), 7), 4, True, 0)
+    shares = [Batches((same, same), 0, 1, 2, rank, 2, weights) for rank in range(2)]
+    for (ours, _), (others, _) in zip(take(shares[0], 12), take(shares[1], 12), strict=True):
+        assert fingerprint(ours) == fingerprint(others)
+        check_shares([(fingerprint(m), origins_of(m)) for m in (ours, others)], tp=1)
+        with pytest.raises(ConfigError, match="different dp ranks"):
+            check_shares([(fingerprint(ours), origins_of(ours))] * 2, tp=1)
 
 
 def test_text_that_the_model_has_no_words_or_places_for_is_an_error_with_the_numbers():

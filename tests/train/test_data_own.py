@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tests.train.tiny import WORDS, lm, make_folder
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import make_mesh
-from tpconvert.train import state
+from tpconvert.train import data, state
 from tpconvert.train.batch import fingerprint
 from tpconvert.train.config import Config, make_config
 from tpconvert.train.loop import train
@@ -97,6 +97,23 @@ def drawn():
     return [{"ids": ids, "labels": ids} for ids in torch.randint(0, WORDS, (24, 8))]
 
 
+def alike():
+    return [{"ids": torch.arange(8), "labels": torch.arange(8) % 5}] * 4
+
+
+class Alike(IterableDataset):
+    def __iter__(self):
+        return iter(alike())
+
+
+def alike_stream():
+    return Alike()
+
+
+def one_time():
+    return (example for example in alike())
+
+
 def nothing():
     return 5
 
@@ -175,6 +192,32 @@ def test_own_examples_go_on_where_they_stopped_also_on_another_dp(run_ranks, tmp
 def test_examples_that_are_drawn_are_the_same_on_all_ranks(run_ranks, tmp_path: Path):
     every = run_ranks(run_after_drawing, 2, make_folder(tmp_path / "model", 2), settings("drawn"), tmp_path / "run")
     assert every[0] == every[1]
+
+
+@pytest.mark.parametrize("dataset", ["alike", "alike_stream"])
+def test_an_example_that_is_there_twice_is_no_fault_and_a_shared_one_is(run_ranks, tmp_path: Path, dataset: str):
+    folder, config = make_folder(tmp_path / "model", 1), settings(dataset)
+    every = run_ranks(run, 1, folder, config, tmp_path / "run", dp=2)
+    assert every[0] == every[1] and len(every[0]) == 6
+    told = run_ranks(run_with_one_share, 1, folder, config, tmp_path / "wrong", dp=2)
+    assert told[0] == told[1] and "different dp ranks, but sequence" in told[0]
+
+
+def test_a_stream_that_can_be_gone_through_once_says_so(tmp_path: Path):
+    with pytest.raises(ConfigError, match="gives no examples when it is gone through again"):
+        train(make_folder(tmp_path / "model", 1), settings("one_time"), make_mesh(1), output=tmp_path / "run")
+
+
+def run_with_one_share(mesh, folder: Path, config: Config, output: Path) -> str:
+    share = data._share
+    data._share = lambda *given: (*share(*given)[:3], 0, 2)
+    try:
+        train(folder, config, mesh, output=output)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        data._share = share
+    return ""
 
 
 def run_after_drawing(mesh, folder: Path, config: Config, output: Path) -> list[float]:

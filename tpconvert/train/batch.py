@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from tpconvert.errors import ConfigError
 from tpconvert.train.rows import IGNORE
+
+Origin = tuple[int, int, int]
+"""Where a row comes from: its source, the time that the source is gone through, and its number there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +31,13 @@ class Batch:
     """Where documents are packed and kept apart: the number of each position's."""
     types: Tensor | None = None
     """Of two texts that belong together: which of them each position is of, for a model that is told."""
+    origins: tuple[Origin, ...] = ()
+    """Of each row."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device."""
-        return Batch(*(None if t is None else t.to(device, non_blocking=True) for t in self.tensors()))
+        there = {name: tensor.to(device, non_blocking=True) for name, tensor in self.named().items()}
+        return replace(self, **there)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All there is in it."""
@@ -74,10 +80,12 @@ class OwnBatch:
 
     content: Any
     examples: int
+    origins: tuple[Origin, ...] = ()
+    """Of each example."""
 
     def to(self, device: torch.device) -> OwnBatch:
         """The same batch with its tensors on a device."""
-        return OwnBatch(moved(self.content, device), self.examples)
+        return replace(self, content=moved(self.content, device))
 
     def tensors(self) -> tuple[Any, ...]:
         """All there is in it."""
@@ -189,20 +197,31 @@ def _parts(batches: Sequence[Batch | OwnBatch]) -> Iterator[bytes]:
                 yield repr(value).encode()
 
 
-def check_fingerprints(prints: Sequence[str], tp: int) -> None:
-    """Raise unless the tp ranks of each dp rank have one batch and no two dp ranks have the same; by world rank."""
-    for rank, text in enumerate(prints):
+def origins_of(batches: Sequence[Batch | OwnBatch]) -> tuple[Origin, ...]:
+    """Where all rows of the batches come from."""
+    return tuple(origin for batch in batches for origin in batch.origins)
+
+
+def check_shares(shares: Sequence[tuple[str, Sequence[Origin]]], tp: int) -> None:
+    """Raise unless the tp ranks of each dp rank have one batch and no two dp ranks share a row.
+
+    ``shares`` has by world rank what :func:`fingerprint` and :func:`origins_of` say of each rank's batches.  Rows of
+    different origins may well be equal: data may hold an example twice.
+    """
+    for rank, (text, _) in enumerate(shares):
         first = rank // tp * tp
-        if text != prints[first]:
+        if text != shares[first][0]:
             raise ConfigError(
                 f"Ranks {first} and {rank} are tp ranks of one dp rank, but their first batches differ.",
                 hint="Give every node the same files.",
             )
-    owners: dict[str, int] = {}
-    for rank in range(0, len(prints), tp):
-        other = owners.setdefault(prints[rank], rank)
-        if other != rank:
-            raise ConfigError(
-                f"Ranks {other} and {rank} are different dp ranks, but their first batches are the same.",
-                hint="Does the text repeat itself?",
-            )
+    owners: dict[Origin, int] = {}
+    for rank in range(0, len(shares), tp):
+        for origin in shares[rank][1]:
+            other = owners.setdefault(origin, rank)
+            if other != rank:
+                raise ConfigError(
+                    f"Ranks {other} and {rank} are different dp ranks, but sequence {origin[2]} of source {origin[0]} "
+                    "is in the first batches of both.",
+                    hint="Give every node the same files.",
+                )

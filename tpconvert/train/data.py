@@ -17,10 +17,11 @@ from tpconvert.train.batch import (
     Batch,
     OwnBatch,
     Shortened,
-    check_fingerprints,
+    check_shares,
     collate,
     count_labels,
     fingerprint,
+    origins_of,
 )
 from tpconvert.train.config import Config, accumulation
 from tpconvert.train.data_config import Source
@@ -35,8 +36,8 @@ from tpconvert.train.text import Tokens, open_tokens, tokenize
 from tpconvert.train.tokenizer import Tokenizer, open_tokenizer
 
 __all__ = [
-    "IGNORE", "Batch", "Batches", "Data", "Held", "Micro", "OwnBatch", "Position", "Stream", "check_fingerprints",
-    "check_fits", "collate", "count_labels", "fingerprint", "limits", "make_sequences", "open_data",
+    "IGNORE", "Batch", "Batches", "Data", "Held", "Micro", "OwnBatch", "Position", "Stream", "check_fits",
+    "check_shares", "collate", "count_labels", "fingerprint", "limits", "make_sequences", "open_data", "origins_of",
 ]  # fmt: skip
 
 T = TypeVar("T")

@@ -130,7 +130,7 @@ def run_steps(
             break
         step = progress.step + 1
         if progress.step == first:
-            data.check_fingerprints(gathered(mesh, data.fingerprint(micros)), mesh.degree)
+            data.check_shares(gathered(mesh, (data.fingerprint(micros), data.origins_of(micros))), mesh.degree)
         rate = learning_rate(step, training)
         set_learning_rate(optimizer, rate)
         with metrics.stepping(step):
@@ -278,7 +278,7 @@ def no_number(
         tensors = {
             f"{number}.{name}": value for number, micro in enumerate(micros) for name, value in micro.named().items()
         }
-        told = {"step": step, "position": str(progress.position), "losses": str(shares.tolist())}
+        told = {"step": step, "position": progress.position, "losses": shares.tolist(), "rows": data.origins_of(micros)}
         with contextlib.suppress(OSError, SafetensorError):  # the first thing to say is what went wrong
             save_file(tensors, f"{stem}-dp-{mesh.dp_rank}.safetensors", {k: str(v) for k, v in told.items()})
     bad = [

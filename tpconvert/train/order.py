@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -117,11 +117,12 @@ class Batches:
         return source, used[source] - 1
 
     def _batch(self, drawn: Sequence[tuple[int, int]], orders: _Orders) -> Micro:
-        rows = []
+        origins = []
         for source, at in drawn:
             epoch, place = divmod(at, len(self.sources[source]))
-            rows.append(self.sources[source](orders.number(source, epoch, place), epoch))
-        return self.stack(rows)
+            origins.append((source, epoch, orders.number(source, epoch, place)))
+        rows = [self.sources[source](number, epoch) for source, epoch, number in origins]
+        return replace(self.stack(rows), origins=tuple(origins))
 
 
 class _Orders:

@@ -11,7 +11,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from tpconvert.errors import ConfigError, SourceError
 from tpconvert.source.callables import find_function, is_callable_name
-from tpconvert.train.batch import OwnBatch
+from tpconvert.train.batch import Origin, OwnBatch
 from tpconvert.train.order import Position, Steps, loader
 
 
@@ -113,12 +113,24 @@ class Stream:
                 epoch, items = epoch + 1, iter(source)
                 more = list(itertools.islice(items, self.step_size - len(taken)))
                 if not more:
-                    raise ConfigError("data.dataset: the dataset gives no examples.")
+                    raise _no_examples(again=used > 0 or bool(taken))
                 taken += more
+            own = [(taken[i], (0, 0, used + i)) for i in range(self.dp_rank * mine, (self.dp_rank + 1) * mine)]
             used += self.step_size
-            own = taken[self.dp_rank * mine :][:mine]
-            micros = [collate_own(own[i : i + self.micro]) for i in range(0, mine, self.micro)]
+            micros = [_stacked(own[i : i + self.micro]) for i in range(0, mine, self.micro)]
             yield list(micros), Position(epoch, (used,), _plain(source.state_dict()))
+
+
+def _no_examples(*, again: bool) -> ConfigError:
+    return ConfigError(
+        f"data.dataset: the dataset gives no examples{' when it is gone through again' if again else ''}.",
+        hint="Return what can be gone through many times, as a class with __iter__; a generator ends." if again else "",
+    )
+
+
+def _stacked(examples: Sequence[tuple[Any, Origin]]) -> OwnBatch:
+    """A batch of examples of a stream, whose number in it is all that is known of where they come from."""
+    return replace(collate_own([e for e, _ in examples]), origins=tuple(origin for _, origin in examples))
 
 
 class _Kept(IterableDataset):
