@@ -113,10 +113,21 @@ class Checkpoint(Section):
     """Save each N steps; the last step is always saved."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that stay."""
+    keep_best: bool = False
+    """The best step by the held-out set is saved when it is found and stays besides; OUTPUT/best is a link to it."""
+    best_metric: Literal["eval_loss", "eval_accuracy"] = "eval_loss"
+    """What the best step is the best by."""
+    greater_is_better: bool | None = None
+    """Default: for eval_accuracy yes, for eval_loss no."""
     resume: str = "none"
     """``auto`` (the newest complete step of the output folder), ``none``, or the path of a step folder."""
     asynchronous: bool = True
     """Training goes on while a step is being written, out of a copy in the machine's memory."""
+
+    @property
+    def greater(self) -> bool:
+        """Whether more of the metric is better."""
+        return self.best_metric != "eval_loss" if self.greater_is_better is None else self.greater_is_better
 
 
 class Logging(Section):
@@ -148,6 +159,18 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     profile: Profile = Profile()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.checkpoint.keep_best and self.data.eval is None:
+            raise ValueError("checkpoint.keep_best needs a held-out set; set data.eval")
+        classes = self.data.objective in ("classification", "tagging") and not (self.data.dataset or self.data.loss)
+        if self.checkpoint.keep_best and self.checkpoint.best_metric == "eval_accuracy" and not classes:
+            raise ValueError(
+                "checkpoint.best_metric eval_accuracy is for objective classification or tagging without data.loss; "
+                "use eval_loss"
+            )
+        return self
 
     def to_yaml(self) -> str:
         """The whole configuration with every default written out."""

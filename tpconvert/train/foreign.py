@@ -23,6 +23,8 @@ FOREIGN = {
     "parallelism.compile": "torch_compile",
     "checkpoint.every": "save_steps save_interval save_every",
     "checkpoint.keep": "save_total_limit keep_last keep_latest_k",
+    "checkpoint.keep_best": "load_best_model_at_end save_best_only save_best keep_best_checkpoint",
+    "checkpoint.best_metric": "metric_for_best_model monitor",
     "checkpoint.resume": "resume_from_checkpoint load",
     "checkpoint.asynchronous": "async_save async_mode",
     "logging.every": "logging_steps log_interval log_freq",

@@ -45,6 +45,7 @@ from tpconvert.train.optimizer import learning_rate, make_optimizer, set_learnin
 from tpconvert.train.own import function_of
 from tpconvert.train.profile import Watch
 from tpconvert.train.ranks import gathered, same_buffers, sum_gradients, summed_over_dp, together, totals
+from tpconvert.train.saves import Saves, find_best, is_due
 from tpconvert.train.scaling import Scale, first_scale
 from tpconvert.train.shards import share_out
 from tpconvert.train.state import Progress, Run
@@ -79,6 +80,8 @@ def train(
     config = examples.resolved(config)
     changed = state.changes(start, config) if progress.step else ""
     run = replace(run, config=config)
+    best = gathered(mesh, together(mesh, lambda: find_best(run, progress)))[0]
+    progress = replace(progress, best=best)
 
     # Model and optimizer.
     model = open_model(run, start, progress, trust_remote_code, examples.packed)
@@ -115,7 +118,7 @@ def run_steps(
 ) -> list[float]:
     """All steps from ``progress`` to the last, or to where some rank is told to stop."""
     mesh, training, losses = run.mesh, run.config.training, []
-    first, saves = progress.step, state.Saves(run, model.module, optimizer, metrics.say)
+    first, saves = progress.step, Saves(run, model.module, optimizer, metrics.say, progress.best)
     upcoming = examples.train.steps(progress.position)
 
     while progress.step < training.steps:
@@ -145,14 +148,14 @@ def run_steps(
         if step % run.config.logging.every == 0 or step in (first + 1, training.steps):
             losses.append(loss)
             metrics.log(step, loss=loss, lr=rate, grad_norm=norm, epoch=after.epoch, memory_gib=peak(mesh))
+        restart_clock, due = metrics.pause(), is_due(step, run.config)
         if examples.judged_after(step, training.steps):
-            restart_clock = metrics.pause()
-            metrics.evaluated(step, evaluate(model, examples, stopped))
-            restart_clock()
-        if run.config.checkpoint.every and step % run.config.checkpoint.every == 0:
-            restart_clock = metrics.pause()
+            found = evaluate(model, examples, stopped)
+            metrics.evaluated(step, found)
+            due = saves.is_best(step, found) or due
+        if due:
             saves.begin(progress)
-            restart_clock()
+        restart_clock()
     if progress.step > first:
         saves.end(progress)
     elif first >= training.steps:

@@ -13,16 +13,14 @@ Learning rate and random numbers are functions of the step, so they need no room
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import re
-import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from tpconvert.parallel import Mesh
 from tpconvert.parallel.convert import is_parameter, planned_tensors
 from tpconvert.spec.manifest import NAME, Manifest
 from tpconvert.spec.plan import Plan
+from tpconvert.train.best import Best
 from tpconvert.train.config import Config
 from tpconvert.train.optimizer import load_optimizer_tensors, optimizer_tensors
 from tpconvert.train.order import Position
@@ -62,6 +61,8 @@ class Progress:
     """Updates of each parameter by the optimizer."""
     scale: Scale | None = None
     """The loss scale; None before the first step."""
+    best: Best | None = None
+    """The best step so far, of those that are saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ def find_start(folder: Path, output: Path, resume: str) -> Path:
     if resume == "auto":
         return (complete_steps(output) or [folder])[-1]
     path = Path(resume)
+    path = path.parent / path.readlink() if path.is_symlink() else path
     if not (path / TRAINER).is_file() or not (path / NAME).is_file():
         within = complete_steps(path)
         raise ConfigError(
@@ -100,7 +102,7 @@ def find_start(folder: Path, output: Path, resume: str) -> Path:
             hint=f"Did you mean {within[-1]}?" if within else "",
         )
     steps = complete_steps(output)
-    if steps and _STEP.search(path.name) and _number(steps[-1]) > _number(path):
+    if steps and _STEP.search(path.name) and number_of(steps[-1]) > number_of(path):
         raise ConfigError(
             f"{output}: has {steps[-1].name}, which is later than the {path.name} to go on from.",
             hint="Remove it, or choose another --output.",
@@ -147,7 +149,7 @@ def complete_steps(output: Path) -> list[Path]:
     """The finished ``step-N`` folders, in ascending order."""
     found = [p for p in output.glob("step-*") if _STEP.search(p.name)]
     whole = [p for p in found if (p / NAME).is_file() and (p / TRAINER).is_file()]
-    return sorted(whole, key=_number)
+    return sorted(whole, key=number_of)
 
 
 def read_progress(folder: Path, resume: str) -> Progress:
@@ -165,13 +167,14 @@ def read_progress(folder: Path, resume: str) -> Progress:
         names = read_manifest(folder).groups
         every = {name: usual["all"] for group in names for name in names[group] if group.startswith(_OPTIMIZER)}
         scale = Scale(**data["loss_scale"]) if data.get("loss_scale") else None
+        best = Best(**data["best"]) if data.get("best") else None
         position, updates = Position(**data["position"]), every | usual["but"]
         whole = [data["step"] - 1, position.epoch, *position.used]
         if not all(isinstance(n, int) and n >= 0 for n in whole):
             raise ValueError("a step or position that is no number of steps or sequences")
         if not all(isinstance(n, int | float) for n in updates.values()):
             raise ValueError("updates that are no numbers")
-        return Progress(data["step"], position, updates, scale)
+        return Progress(data["step"], position, updates, scale, best)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
 
@@ -259,60 +262,6 @@ def begin_step(
     )
 
 
-class Saves:
-    """The steps that a run writes, at most one at a time.  One that fails costs that step and not the run."""
-
-    def __init__(self, run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, say: Callable[[str], None]):
-        self._run, self._module, self._optimizer, self._say = run, module, optimizer, say
-        self._open: Save | None = None
-        self.last: int | None = None
-        """The last step that is complete on disk, of those of this run."""
-
-    @property
-    def writing(self) -> bool:
-        """Whether this rank is still busy with a step in the background."""
-        return self._open is not None and self._open.running
-
-    def begin(self, progress: Progress) -> None:
-        """Save this step, in the background if so configured; the step before it is finished first."""
-        self.finish()
-        background = self._run.config.checkpoint.asynchronous
-        with self._told():
-            self._open = begin_step(self._run, self._module, self._optimizer, progress, background=background)
-        if not background:
-            self.finish()
-
-    def finish(self) -> None:
-        """Complete the step that is on its way, if one is; every rank must call it."""
-        if self._open is not None:
-            with self._told():
-                self._complete()
-
-    def end(self, progress: Progress) -> None:
-        """Leave this step complete on disk, or raise: after it there is no other chance."""
-        self.finish()
-        if self.last != progress.step:
-            self._open = begin_step(self._run, self._module, self._optimizer, progress, background=False)
-            self._complete()
-
-    def _complete(self) -> None:
-        save, self._open = self._open, None
-        assert save is not None
-        save.finish()
-        self.last = _number(save.out)
-        if self._run.first:
-            _forget(self._run.output, self._run.config.checkpoint.keep, save.out)
-        self._say(f"saved {save.out}")
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError as error:
-            last = "none is saved yet" if self.last is None else f"the last good one is step-{self.last}"
-            self._say(f"NOT SAVED: {error} Training goes on; {last}.")
-
-
 def stored_parameters(module: nn.Module, held: Manifest) -> dict[str, nn.Parameter]:
     """The parameters by the names they are stored under, each once."""
     return {n: p for n, p in planned_tensors(module, held.tensors) if n in held.tensors and is_parameter(p)}
@@ -326,6 +275,7 @@ def _trainer(run: Run, progress: Progress) -> dict[str, Any]:
         "step": progress.step,
         "position": asdict(progress.position),
         "loss_scale": progress.scale and asdict(progress.scale),
+        "best": progress.best and asdict(progress.best),
         "updates": {"all": usual, "but": {n: u for n, u in progress.updates.items() if u != usual}},
         "tp": run.mesh.degree,
         "dp": run.mesh.dp_degree,
@@ -333,14 +283,8 @@ def _trainer(run: Run, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _forget(output: Path, keep: int, newest: Path) -> None:
-    """Remove all but the last ``keep`` steps."""
-    for old in complete_steps(output)[:-keep]:
-        if old != newest:
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def _number(path: Path) -> int:
+def number_of(path: Path) -> int:
+    """The N of a ``step-N``."""
     match = _STEP.search(path.name)
     assert match is not None
     return int(match[1])
