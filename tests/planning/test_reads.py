@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from tpconvert.parallel import Mesh
 from tpconvert.planning import make_plan
@@ -103,6 +104,32 @@ class Loose(Net):
         self.kept = [nn.Parameter(torch.ones(1))]
 
 
+class Swapped(Net):
+    """A layer that is called with other values in the places of its parameters; ``reach`` says which."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        down, gain = self.down, self.part.gain
+        given = {
+            "own": lambda: {"weight": down.weight, "bias": down.bias},
+            "scaled": lambda: {"weight": down.weight * gain, "bias": down.bias},
+            "bias": lambda: {"bias": down.bias * 2},
+            "other": lambda: {"bias": self.list[0].expand(24)},
+        }[self.reach]()
+        return functional_call(down, given, (F.gelu(self.up(x)),))
+
+
+class Around(Swapped):
+    """One whose forward is written anew, for what it does after that layer."""
+
+    def __init__(self, reach: str) -> None:
+        super().__init__(reach)
+        self.heads, self.out = nn.Linear(24, 48), nn.Linear(48, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional_call(self.down, {"weight": self.down.weight * 2}, (self.up(x),))
+        return self.out(self.heads(y).view(*y.shape[:-1], 6, 8).tanh().flatten(-2))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{
         reach: lambda reach=reach: Net(reach)  # type: ignore[misc]
@@ -110,12 +137,20 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     },
     "by path": lambda: Net("by path"),
     **{kind.__name__: kind for kind in (Weights, Shared, BufferBias)},
+    "own parameters in their places": lambda: Swapped("own"),
+}
+SWAPPED: dict[str, Callable[[], nn.Module]] = {
+    "scaled": lambda: Swapped("scaled"),
+    "bias": lambda: Swapped("bias"),
+    "other": lambda: Swapped("other"),
+    "Around": lambda: Around("own"),
 }
 
 
 def built(name: str) -> tuple[nn.Module, tuple[Tensor]]:
     torch.manual_seed(0)
-    return MODELS[name](), (torch.randn(3, 7, 24),)
+    made = {**MODELS, **SWAPPED}[name]()
+    return made, (torch.randn(3, 7, 24),)
 
 
 def equal(mesh: Mesh, name: str, planned: str) -> Any:
@@ -128,6 +163,23 @@ def test_what_a_read_changes_is_changed_however_it_is_reached(name: str, run_ran
     plan = make_plan(*built(name), tp=2)
     assert plan["up.weight"].layout.cut
     assert any(v.sum_grad or v.once for v in plan.verdicts)
+    same, verdict = run_ranks(equal, 2, name, plan.dumps())[0]
+    assert same, verdict
+
+
+def test_a_forward_that_calls_such_a_layer_is_not_written_anew(run_ranks: Callable[..., list[Any]]) -> None:
+    plan = make_plan(*built("Around"), tp=2)
+    assert "it runs down on other values than its parameters" in plan["heads.weight"].reason
+    same, verdict = run_ranks(equal, 2, "Around", plan.dumps())[0]
+    assert same, verdict
+
+
+@pytest.mark.parametrize("name", ["scaled", "bias", "other"])
+def test_a_layer_called_with_other_values_in_place_of_its_parameters_stays_whole(
+    name: str, run_ranks: Callable[..., list[Any]]
+) -> None:
+    plan = make_plan(*built(name), tp=2)
+    assert "in the place of a module's parameter" in plan["down.weight"].reason
     same, verdict = run_ranks(equal, 2, name, plan.dumps())[0]
     assert same, verdict
 

@@ -100,6 +100,10 @@ class Axes:
         self.dims |= self.parts
         for node in trace.read:
             self.block(flat(self.dims[node]), node, "Python reads its values")
+        for call in trace.calls:
+            if call.stand_ins:  # which a converted module would read as if they were its own
+                for node in (*call.stand_ins, *call.inputs.values()):
+                    self.block(flat(self.dims[node]), node, "it meets a value in the place of a module's parameter")
         for node in trace.parameters.values():
             if getattr(node.meta["val"], "_backward_hooks", None) or getattr(
                 node.meta["val"], "_post_accumulate_grad_hooks", None

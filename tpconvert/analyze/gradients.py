@@ -186,3 +186,15 @@ class Applied:
             return body[0] if len(body) == 1 else tuple(body)
         pairs = zip(args, self.args, strict=True)
         return self.cls.apply(*(kept if isinstance(a, str | tuple | list | dict) else a for a, kept in pairs))
+
+
+def mark_differentiable(node: fx.Node) -> None:
+    """Mark a node, and all it was computed from, as taking part in differentiation."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        value = node.meta.get("val")
+        if node.meta.get("grad") or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        node.meta["grad"] = True
+        pending += node.all_input_nodes

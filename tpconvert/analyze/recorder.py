@@ -12,11 +12,12 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from tpconvert.analyze.entering import Entered
-from tpconvert.analyze.gradients import is_foreign, showing_functions, watch, watches
+from tpconvert.analyze.gradients import is_foreign, mark_differentiable, showing_functions, watch, watches
 from tpconvert.analyze.hooks import sees_inputs, sees_outputs, standing_inside
 from tpconvert.analyze.provenance import Expression, Formulas, Int, dims_read
 from tpconvert.analyze.running import descending_into_functionals, forward_failed, runs_in
 from tpconvert.analyze.shadow import QUESTIONS
+from tpconvert.analyze.state import parameters_of, stand_ins
 from tpconvert.analyze.trace import Call
 from tpconvert.analyze.trees import Held, constant_slots, is_plain, tensor_slots, tensors_in
 from tpconvert.analyze.unseen import Below, storage_of, transforming
@@ -71,6 +72,7 @@ class Recorder(TorchFunctionMode):
         self.names: dict[int, str] = {}
         for name, tensor in _named_tensors(module):
             self.names.setdefault(id(tensor), name)
+        self.own = parameters_of(module)
         self.formulas = Noted(self.stack)
         self.notes: list[str] = []
         self.counts: dict[str, int] = {}
@@ -129,6 +131,7 @@ class Recorder(TorchFunctionMode):
             call.inputs = dict(self.slots(args, "args")) | dict(self.slots(kwargs, "kwargs"))
             call.constants = dict(constant_slots(args, "args")) | dict(constant_slots(kwargs, "kwargs"))
             call.arguments = (self.map(args), self.map(kwargs))
+            call.stand_ins = [self.node_for(t) for t in stand_ins(module, self.own)]
             call.hooked = module in seen_in | seen_out
             if module in seen_in:
                 self.read |= set(call.inputs.values())
@@ -380,18 +383,6 @@ def is_inplace(name: str, kwargs: Mapping[str, Any]) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
     return name.endswith("_")
-
-
-def mark_differentiable(node: fx.Node) -> None:
-    """Mark a node, and all it was computed from, as taking part in differentiation."""
-    pending = [node]
-    while pending:
-        node = pending.pop()
-        value = node.meta.get("val")
-        if node.meta.get("grad") or not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            continue
-        node.meta["grad"] = True
-        pending += node.all_input_nodes
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

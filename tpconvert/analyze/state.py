@@ -44,6 +44,17 @@ def watching(module: nn.Module, stack: list[Call], calls: list[Call]) -> Iterato
                     call.assigned = call.assigned or name
 
 
+def parameters_of(module: nn.Module) -> dict[int, dict[str, int]]:
+    """id of each module -> the ids of its own parameters."""
+    return {id(m): {name: id(p) for name, p in m._parameters.items()} for m in module.modules()}
+
+
+def stand_ins(module: nn.Module, own: dict[int, dict[str, int]]) -> list[Tensor]:
+    """What is in the places of a module's own parameters, as ``torch.func.functional_call`` puts it there."""
+    places = own.get(id(module), {})
+    return [p for name, p in module._parameters.items() if p is not None and id(p) != places.get(name)]
+
+
 def kept(module: nn.Module) -> Iterator[Tensor]:
     """Every tensor on the modules, by whatever attribute."""
     for m in module.modules():

@@ -29,6 +29,8 @@ class Call:
     """The dims of tensors whose sizes its own forward made a number of."""
     decided: dict[tuple[Any, Expression, Expression], bool] = field(default_factory=dict)
     """``(question, left, right)`` -> the answer, for the integers with a memory that its own forward compared."""
+    stand_ins: list[fx.Node] = field(default_factory=list)
+    """Values that were in the places of its module's own parameters."""
     hooked: bool = False
     """Whether hooks of the user's own run around it."""
     assigned: str = ""

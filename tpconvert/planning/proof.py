@@ -72,7 +72,7 @@ def _prove_rank(
     except SourceError as error:
         return [Fault(getattr(error, "module", ""), f"its forward fails on rank {rank}: {error.message}")]
     shapes = _compare(trace, found, local, choice, {r.module for r in plan.rewrites}, rank)
-    return shapes or _reads_past(found, local, sliced_form(plan) if sliced else plan, whole)
+    return shapes or _stood_in(trace, found) or _reads_past(found, local, sliced_form(plan) if sliced else plan, whole)
 
 
 def _compare(
@@ -119,6 +119,17 @@ def _gathered_around(choice: Choice, node: fx.Node, call: Call) -> bool:
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _stood_in(trace: Trace, found: Trace) -> list[Fault]:
+    """The modules that put what they read into the place it was read from, where it is read, and changed, once more."""
+    before = {(c.module, c.index) for c in trace.calls if c.stand_ins}
+    faults: dict[str, Fault] = {}
+    for call in found.calls:
+        if call.stand_ins and call.parent is not None and (call.module, call.index) not in before:
+            path = call.parent.module
+            faults.setdefault(path, Fault(path, f"it runs {call.module} on parameters that were read before"))
+    return list(faults.values())
 
 
 def _reads_past(found: Trace, local: nn.Module, plan: Plan, whole: list[tuple[str, Tensor]]) -> list[Fault]:
