@@ -321,12 +321,17 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [t for v in value for t in tensors(v)] if isinstance(value, tuple | list) else []
 
 
-def stops_gradient(node: fx.Node) -> bool:
+def without_grad(node: fx.Node) -> bool:
     """Whether a value takes no part in differentiation though what it was computed from does: under ``no_grad``."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or node.meta.get("grad"):
         return False
-    return any(n.meta.get("grad") for n in node.all_input_nodes) and inplace_target(node) is None
+    return any(n.meta.get("grad") for n in node.all_input_nodes)
+
+
+def stops_gradient(node: fx.Node) -> bool:
+    """The same of an op that makes its value, and does not write it into another."""
+    return without_grad(node) and inplace_target(node) is None
 
 
 def inplace_target(node: fx.Node) -> fx.Node | None:

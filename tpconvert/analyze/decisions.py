@@ -31,6 +31,8 @@ def hindrance(ax: Axes, call: Call) -> str:
         return f"it branches on values ({call.asked})"
     if hooked := next((c.module for c in ax.trace.calls if c.parent is call and c.hooked), None):
         return f"what the hooks of {hooked} do would be done twice"
+    if call.casts:
+        return "it turns autocast on or off, or asks whether it is on"
     if given := next((c.module for c in ax.trace.calls if c.stand_ins and c is not call and c.inside(call)), None):
         return f"it runs {given} on other values than its parameters"
     return f"it sets {call.assigned}, which others may read" if call.assigned else ""

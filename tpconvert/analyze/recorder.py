@@ -15,7 +15,7 @@ from tpconvert.analyze.entering import Entered
 from tpconvert.analyze.gradients import is_foreign, mark_differentiable, showing_functions, watch, watches
 from tpconvert.analyze.hooks import sees_inputs, sees_outputs, standing_inside
 from tpconvert.analyze.provenance import Expression, Formulas, Int, dims_read
-from tpconvert.analyze.running import descending_into_functionals, forward_failed, runs_in
+from tpconvert.analyze.running import descending_into_functionals, forward_failed, runs_in, seeing_casts
 from tpconvert.analyze.shadow import QUESTIONS
 from tpconvert.analyze.state import parameters_of, stand_ins
 from tpconvert.analyze.trace import Call
@@ -99,6 +99,7 @@ class Recorder(TorchFunctionMode):
         with ExitStack() as stack:
             stack.enter_context(self.following_calls())
             stack.enter_context(descending_into_functionals())
+            stack.enter_context(seeing_casts(self.stack))
             if self.shadow is not None:
                 stack.enter_context(self.shadow.active(self))
             stack.enter_context(torch.enable_grad())
@@ -132,6 +133,7 @@ class Recorder(TorchFunctionMode):
             call.constants = dict(constant_slots(args, "args")) | dict(constant_slots(kwargs, "kwargs"))
             call.arguments = (self.map(args), self.map(kwargs))
             call.stand_ins = [self.node_for(t) for t in stand_ins(module, self.own)]
+            call.grad = torch.is_grad_enabled()
             call.hooked = module in seen_in | seen_out
             if module in seen_in:
                 self.read |= set(call.inputs.values())

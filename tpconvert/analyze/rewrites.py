@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpconvert.analyze.axes import is_many, stops_gradient
+from tpconvert.analyze.axes import is_many, without_grad
 from tpconvert.analyze.capture import Call
 from tpconvert.analyze.decisions import hindrance, questions
 from tpconvert.analyze.edits import spell
@@ -131,6 +131,7 @@ class _Writer:
             target=call.module[len(prefix) :],
             args=[self.encode(a) for a in args],
             kwargs={k: self.encode(v) for k, v in kwargs.items()},
+            **_grad(call.grad or any(n.meta.get("grad") for n in call.outputs.values())),
         )
         for slot, node in call.outputs.items():
             value = out
@@ -160,11 +161,9 @@ class _Writer:
             dim = self.ax.splits[node]
             sizes = [self.local(d[dim], d[dim].n) for d in self.ax.dims[node]]
             target, args, kwargs = "torch.Tensor.split", [args[0], sizes], {"dim": dim}
-        name = self.add("call", node.name, target=target, args=args, kwargs=kwargs)
+        name = self.add("call", node.name, target=target, args=args, kwargs=kwargs, **_grad(not without_grad(node)))
         if node in self.flow.partial and node in self.ax.means:
             name = self.scaled(name, node)
-        if stops_gradient(node):
-            name = self.add("call", target="torch.Tensor.detach", args=[{"$": name}], kwargs={})
         if node.meta["op"] == "__setitem__":
             name = self.name(node.args[0])  # type: ignore[arg-type]
         self.names[node] = name
@@ -352,6 +351,11 @@ def _dtype_source(node: fx.Node, dtype: torch.dtype) -> fx.Node:
         if found is dtype:
             return source  # type: ignore[no-any-return]
     raise UnsupportedError(f"{node.meta['op']} in its forward is given a dtype that moves with the model's")
+
+
+def _grad(on: bool) -> dict[str, bool]:
+    """What a node says of gradients: nothing where they are on."""
+    return {} if on else {"grad": False}
 
 
 def _reads_cut(expr: Any, flow: Flow) -> bool:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tpconvert.analyze.trace import Call
 from tpconvert.errors import SourceError
 
 
@@ -44,6 +46,33 @@ def descending_into_functionals() -> Iterator[None]:
     finally:
         for n, function in saved.items():
             setattr(F, n, function)
+
+
+@contextmanager
+def seeing_casts(stack: list[Call]) -> Iterator[None]:
+    """Tell the call under way that its own forward turns autocast on or off, or asks whether it is on.
+
+    Under another autocast than the one it is recorded under, it would do something else from there on.
+    """
+    enter, ask = torch.autocast.__enter__, torch.is_autocast_enabled
+
+    def entering(self: torch.autocast) -> Any:
+        if stack:
+            stack[-1].casts = True
+        return enter(self)
+
+    def asking(*args: Any) -> bool:
+        if stack and sys._getframe(1).f_globals.get("__name__", "").split(".")[0] != "torch":
+            stack[-1].casts = True  # torch's own layers ask too, on their fast paths
+        return ask(*args)
+
+    torch.autocast.__enter__ = entering  # type: ignore[method-assign]
+    torch.is_autocast_enabled = asking
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        torch.is_autocast_enabled = ask
 
 
 def _no(*args: Any) -> bool:

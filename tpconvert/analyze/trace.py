@@ -31,6 +31,10 @@ class Call:
     """``(question, left, right)`` -> the answer, for the integers with a memory that its own forward compared."""
     stand_ins: list[fx.Node] = field(default_factory=list)
     """Values that were in the places of its module's own parameters."""
+    grad: bool = True
+    """Whether gradients were on when it was called."""
+    casts: bool = False
+    """Whether its own forward turned autocast on or off, or asked whether it was on."""
     hooked: bool = False
     """Whether hooks of the user's own run around it."""
     assigned: str = ""

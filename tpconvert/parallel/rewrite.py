@@ -6,6 +6,7 @@ The graph is data from a file, so an op is taken only from a closed list: torch'
 ==========================================  ==================================================================
 ``call``, ``target``, ``args``, ``kwargs``  ``torch.nn.functional.linear``, ``torch.Tensor.view``, ``operator.mul``
 ``module``, ``target``, ...                 a child's call; its hooks run
+``"grad": false`` with either               under ``no_grad``
 ``param``, ``target``                       ``weight``, ``out.weight``: read as the forward reads it
 ``size``, ``args: [tensor, dim]``           a size, of whatever comes in
 ``item``, ``args: [sequence, index]``       one of several results
@@ -159,13 +160,15 @@ class GraphBuilder:
         op, target = data["op"], data.get("target", "")
         args = tuple(self.argument(a) for a in data.get("args", ()))
         kwargs = {k: self.argument(v) for k, v in data.get("kwargs", {}).items()}
+        off = data.get("grad") is False
         if op == "call":
-            return self.call(resolve(target, self.rewrite.module), *args, **kwargs)
+            function = resolve(target, self.rewrite.module)
+            return self.call(_ungraded(function) if off else function, *args, **kwargs)
         if op == "check":
             found = self.call(resolve(target, self.rewrite.module), *args)
             return self.call(expect, found, data["value"], self.module, data["says"])
         if op == "module":
-            return self.call(call_child, self.module, target, *args, **kwargs)
+            return self.call(_ungraded(call_child) if off else call_child, self.module, target, *args, **kwargs)
         if op == "param":
             return self.call(read, self.module, target)
         if op == "size":
@@ -303,6 +306,16 @@ def _under(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     if function.__name__ == name:
         return function
     return _named(name, lambda *args, **kwargs: function(*args, **kwargs))
+
+
+def _ungraded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under ``no_grad``."""
+
+    def ungraded(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return _named(function.__name__, ungraded)
 
 
 def _named(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
