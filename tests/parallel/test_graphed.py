@@ -75,6 +75,24 @@ def test_dropout_drops_anew_each_time():
 
 
 @pytest.mark.gpu
+def test_gradients_add_up_until_they_are_forgotten():
+    one, other = normed(), normed()
+    step = GraphedStep(one, lambda x, y: ((one(x) - y).square().mean(), x.sum()), batches(1)[0], accumulate=True)
+    for _ in range(2):
+        step.zero_grad()
+        one.zero_grad()
+        other.zero_grad()
+        for x, y in batches(3):
+            loss, total = step(x, y)
+            expected = (other(x) - y).square().mean()
+            expected.backward()
+            assert torch.equal(total, x.sum())
+            torch.testing.assert_close(loss, expected.detach())
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
@@ -113,11 +131,63 @@ def test_a_converted_model_over_nccl_is_the_same_recorded(compiled, sequence_par
     mp.start_processes(_on_rank, (str(tmp_path), plan, compiled, sequence_parallel), 2, start_method="spawn")
 
 
-def _on_rank(rank, folder, text, compiled, sequence_parallel):
+@pytest.mark.gpu
+def test_dropout_of_cut_and_whole_regions_draws_what_it_would_not_recorded(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs")
+    config = dropping()
+    plan = make_plan(models.skeleton_of("bert-large", config), models.example_of("bert-large", config), tp=2).dumps()
+    mp.start_processes(_drop_on_rank, (str(tmp_path), plan), 2, start_method="spawn")
+
+
+def dropping():
+    """A small BERT, whose attention drops on what is cut and whose residuals on what is whole."""
+    config = models.config_of("bert-large", 2, 1, True)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.2
+    return config
+
+
+def _drop_on_rank(rank, folder, text):
+    _begin(rank, folder)
+    config, plan, mesh = dropping(), Plan.loads(text), make_mesh(2, device=torch.device("cuda", rank))
+    torch.manual_seed(0)
+    module = models.KINDS["bert-large"][0](config).to(mesh.device).train()
+    parallelize(module, plan, mesh)
+    given = [
+        torch.randint(5, config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(n)).to(mesh.device)
+        for n in range(3)
+    ]
+
+    def loss(ids):
+        return module(input_ids=ids).logits.float().square().mean()
+
+    def seeded(run):
+        found = []
+        for number, ids in enumerate(given):
+            torch.manual_seed(number)
+            found.append(run(ids))
+        return found
+
+    expected = seeded(lambda ids: plain(module, loss, [ids]))
+    step = GraphedStep(module, loss, given[:1])
+    assert len(step.tapes) == 1 and len(step.tapes[0].cuts) >= 2
+    for got, want in zip(seeded(lambda ids: recorded(module, step, [ids])), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+    assert len({float(want[0]) for want in expected}) == 3
+    after = seeded(lambda ids: plain(module, loss, [ids]))
+    assert all(torch.equal(a, b) for a, b in zip(after[0], expected[0], strict=True))  # streams are as they were
+    os._exit(0)
+
+
+def _begin(rank, folder):
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     torch.cuda.set_device(rank)
     method = f"file://{folder}/store"
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=method, rank=rank, world_size=2)
+
+
+def _on_rank(rank, folder, text, compiled, sequence_parallel):
+    _begin(rank, folder)
     config, plan = models.config_of("llama", 2, 1, True, models.UNMASKED), Plan.loads(text)
     mesh = make_mesh(2, device=torch.device("cuda", rank))
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.same import columns, plan_of, rows
 from tpconvert.parallel import dry_mesh, parallelize
-from tpconvert.parallel.random import seed_ranks
+from tpconvert.parallel.random import Streams, Tape, add_switches, meshes_of, seed_ranks
 from tpconvert.spec.plan import Boundary, Plan, Rewrite, Switch
 
 
@@ -203,3 +203,25 @@ def test_modules_with_switches_may_lie_within_each_other(run_ranks):
     alike = [torch.equal(a, b) for a, b in zip(mine, other, strict=True)]
     assert alike == [True, False, False, True, True, False, False, True]
     assert len({tuple(x.tolist()) for x in mine}) == len(mine)
+
+
+def test_a_recorded_forward_is_given_the_seeds_that_it_would_take():
+    streams, device, seeds = Streams(), torch.device("cpu"), []
+    torch.manual_seed(5)
+    for _ in range(3):
+        streams.draw(True, 1, device)
+        seeds.append(torch.default_generator.initial_seed())
+        streams.draw(False, 1, device)
+    after = torch.rand(())
+    tape = Tape(1, torch.Generator(), tuple(torch.Generator() for _ in range(streams.begun)))
+    torch.manual_seed(5)
+    tape.seed()
+    assert [each.initial_seed() for each in tape.cuts] == seeds and len(set(seeds)) == 3
+    assert torch.equal(torch.rand(()), after)
+
+
+def test_meshes_are_found_where_forwards_draw_cut_numbers():
+    root, mesh = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), dry_mesh(0, 2)
+    assert meshes_of(root) == []
+    add_switches(root[1], [Switch("", "input", True), Switch("", "output", False)], mesh)
+    assert meshes_of(nn.Sequential(root, nn.Linear(2, 2))) == [mesh]

@@ -38,6 +38,44 @@ APART = 0x9E3779B1
 
 
 @dataclass(eq=False)
+class Tape:
+    """What a forward that is recorded as a CUDA graph draws from: a graph knows generators, and no seeds.
+
+    There is a generator for each time that the forward begins to draw cut numbers, in this order; before each replay
+    they are given the seeds that the forward would have taken.
+    """
+
+    rank: int
+    whole: torch.Generator
+    """The state of the device's generator."""
+    cuts: tuple[torch.Generator, ...]
+    begun: int = 0
+    """Times that cut numbers were drawn."""
+    cut: bool = False
+
+    def turn(self, cut: bool) -> None:
+        """From now on draw cut numbers, or whole ones."""
+        device = generator(self.whole.device)
+        if cut:
+            device.graphsafe_set_state(self.cuts[self.begun])
+            self.begun += 1
+        else:
+            device.graphsafe_set_state(self.whole)
+        self.cut = cut
+
+    def seed(self) -> None:
+        """Make ready for a replay."""
+        for each in self.cuts:
+            each.manual_seed(cut_seed(self.rank))
+
+
+def cut_seed(rank: int) -> int:
+    """The seed of a cut stream that begins now; the whole stream of the CPU moves on by one number."""
+    drawn = int(torch.randint(SEEDS, (), dtype=torch.int64, device="cpu"))  # from the CPU: no wait for a GPU
+    return CUT * SEEDS + (drawn + rank * APART) % SEEDS
+
+
+@dataclass(eq=False)
 class Streams:
     """Which stream the default generator draws from, and the whole one while it draws cut numbers."""
 
@@ -48,6 +86,10 @@ class Streams:
     """Whether the root's last forward changed streams."""
     held: bool = False
     """Whether all ranks draw the whole numbers everywhere, as the whole model does: to be compared with it."""
+    begun: int = 0
+    """Times that cut numbers were drawn."""
+    tape: Tape | None = None
+    """While a forward is recorded as a CUDA graph: in place of seeds."""
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -61,17 +103,19 @@ class Streams:
     @property
     def cut(self) -> bool:
         """Whether numbers are drawn cut now."""
-        return torch.default_generator.initial_seed() // SEEDS == CUT
+        return self.tape.cut if self.tape is not None else torch.default_generator.initial_seed() // SEEDS == CUT
 
     def draw(self, cut: bool, rank: int, device: torch.device) -> None:
         """From now on draw cut numbers, or whole ones."""
         if cut == self.cut:
             return
-        if cut:
-            seed = int(torch.randint(SEEDS, (), dtype=torch.int64, device="cpu"))  # from the CPU: no wait for a GPU
+        if self.tape is not None:
+            self.tape.turn(cut)
+        elif cut:
+            seed, self.begun = cut_seed(rank), self.begun + 1
             self.whole = {d: generator(d).get_state() for d in {torch.device("cpu"), device}}
             for d in self.whole:
-                generator(d).manual_seed(CUT * SEEDS + (seed + rank * APART) % SEEDS)
+                generator(d).manual_seed(seed)
         else:
             for d, state in self.whole.items():
                 generator(d).set_state(state)
@@ -161,6 +205,12 @@ def add_switches(root: nn.Module, switches: Iterable[Switch], mesh: Mesh) -> Non
         frame = Frame(mesh, any(s.always for s in switches))
         root.register_forward_pre_hook(frame, prepend=True)
         root.register_forward_hook(frame, always_call=True)
+
+
+def meshes_of(root: nn.Module) -> list[Mesh]:
+    """The meshes of the converted modules within ``root`` that change streams."""
+    hooks = [hook for module in root.modules() for hook in module._forward_pre_hooks.values()]
+    return list({id(h.mesh): h.mesh for h in hooks if isinstance(h, Frame)}.values())
 
 
 def seed_ranks(seed: int, mesh: Mesh) -> None:

@@ -39,6 +39,10 @@ class Batch:
         there = {name: tensor.to(device, non_blocking=True) for name, tensor in self.named().items()}
         return replace(self, **there)
 
+    def filled(self, tensors: Sequence[Tensor]) -> Batch:
+        """The same batch with others in place of the tensors that are :meth:`named`."""
+        return replace(self, **dict(zip(self.named(), tensors, strict=True)))
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All there is in it."""
         return self.ids, self.labels, self.attention, self.documents, self.types
@@ -87,6 +91,10 @@ class OwnBatch:
         """The same batch with its tensors on a device."""
         return replace(self, content=moved(self.content, device))
 
+    def filled(self, tensors: Sequence[Tensor]) -> OwnBatch:
+        """The same batch with others in place of its tensors, in their order."""
+        return replace(self, content=_with(self.content, iter(tensors)))
+
     def tensors(self) -> tuple[Any, ...]:
         """All there is in it."""
         return tuple(leaves(self.content))
@@ -121,11 +129,17 @@ class OwnBatch:
 
 def moved(value: Any, device: torch.device) -> Any:
     """The same with every tensor in it on a device."""
+    there = [v.to(device, non_blocking=True) for v in leaves(value) if isinstance(v, Tensor)]
+    return _with(value, iter(there))
+
+
+def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same with other tensors in it."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        return next(tensors)
     if isinstance(value, Mapping):
-        return {k: moved(v, device) for k, v in value.items()}
-    return type(value)(moved(v, device) for v in value) if isinstance(value, tuple | list) else value
+        return {k: _with(v, tensors) for k, v in value.items()}
+    return type(value)(_with(v, tensors) for v in value) if isinstance(value, tuple | list) else value
 
 
 def leaves(value: Any) -> Iterator[Any]:

@@ -45,6 +45,8 @@ class Parallelism(Section):
     """What backward runs again: selective all but matmuls and attention; full each layer's whole forward."""
     compile: bool = False
     """Compile each layer with torch.compile."""
+    cuda_graphs: bool = False
+    """Record forward and backward of a micro-batch as a CUDA graph, which costs one launch; for small models."""
     sequence_parallel: bool = False
     """Between cut regions each tp rank has a slice of the sequence; seq_len must be a multiple of tp."""
     bucket_mb: float = Field(25.0, gt=0)
@@ -58,6 +60,8 @@ class Parallelism(Section):
             raise ValueError(f"pp is {self.pp}, but the trainer has no pipeline stages; use more tp, or fsdp over dp")
         if self.cpu_offload and self.data_parallel != "fsdp":
             raise ValueError("cpu_offload needs data_parallel: fsdp")
+        if self.cuda_graphs and self.data_parallel != "ddp":
+            raise ValueError("cuda_graphs needs data_parallel: ddp; fsdp moves weights about within a step")
         return self
 
 
@@ -162,6 +166,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        packed = self.data.pack and self.data.objective in ("causal", "masked")
+        if self.parallelism.cuda_graphs and self.data.pad_to == "longest" and not packed:
+            raise ValueError("parallelism.cuda_graphs needs sequences of one length; use data.pad_to: seq_len")
         if self.checkpoint.keep_best and self.data.eval is None:
             raise ValueError("checkpoint.keep_best needs a held-out set; set data.eval")
         classes = self.data.objective in ("classification", "tagging") and not (self.data.dataset or self.data.loss)

@@ -21,6 +21,7 @@ FOREIGN = {
     "parallelism.data_parallel": "fsdp ddp data_parallel_size zero zero_stage deepspeed ddp_backend",
     "parallelism.activation_checkpointing": "gradient_checkpointing recompute recompute_granularity",
     "parallelism.compile": "torch_compile",
+    "parallelism.cuda_graphs": "cuda_graph enable_cuda_graph use_cuda_graph cuda_graph_impl external_cuda_graph",
     "checkpoint.every": "save_steps save_interval save_every",
     "checkpoint.keep": "save_total_limit keep_last keep_latest_k",
     "checkpoint.keep_best": "load_best_model_at_end save_best_only save_best keep_best_checkpoint",

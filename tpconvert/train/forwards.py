@@ -48,17 +48,24 @@ class _Own(nn.Module):
 class Checkpointed(nn.Module):
     """Keeps its inputs for backward, and runs again there."""
 
+    tp_draws = True
+    """Whether it may draw random numbers, which it then draws again."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own returns."""
-        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=self.tp_draws, **kwargs)
 
 
 class Selective(nn.Module):
     """Keeps the results of products and attention, and runs the rest again in backward."""
 
+    tp_draws = True
+    """Whether it may draw random numbers, which it then draws again."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own returns."""
-        return checkpoint(super().forward, *args, use_reentrant=False, context_fn=_SELECTIVE, **kwargs)
+        how = {"use_reentrant": False, "preserve_rng_state": self.tp_draws, "context_fn": _SELECTIVE}
+        return checkpoint(super().forward, *args, **how, **kwargs)
 
 
 class OtherProduct(nn.Module):

@@ -21,7 +21,7 @@ from tpconvert.errors import ConfigError, TrainError
 from tpconvert.parallel import Mesh, clip_grad_norm_
 from tpconvert.parallel.clip import grad_norm
 from tpconvert.train import data, state
-from tpconvert.train.config import Config
+from tpconvert.train.config import Config, accumulation
 from tpconvert.train.data import Micro
 from tpconvert.train.evaluate import evaluate
 from tpconvert.train.flops import Work, device_peak, model_flops
@@ -45,6 +45,7 @@ from tpconvert.train.optimizer import learning_rate, make_optimizer, set_learnin
 from tpconvert.train.own import function_of
 from tpconvert.train.profile import Watch
 from tpconvert.train.ranks import gathered, same_buffers, sum_gradients, summed_over_dp, together, totals
+from tpconvert.train.recorded import MicroStep, check_device, micro_step
 from tpconvert.train.saves import Saves, find_best, is_due
 from tpconvert.train.scaling import Scale, first_scale
 from tpconvert.train.shards import share_out
@@ -70,6 +71,7 @@ def train(
     resume = config.checkpoint.resume
 
     # Where to begin.
+    check_device(config, mesh)
     together(mesh, lambda: state.check_output(run.output))
     start = together(mesh, lambda: state.find_start(folder, run.output, resume))
     state.check_same_model(read_manifest(folder), read_manifest(start), start)
@@ -120,6 +122,7 @@ def run_steps(
     mesh, training, losses = run.mesh, run.config.training, []
     first, saves = progress.step, Saves(run, model.module, optimizer, metrics.say, progress.best)
     upcoming = examples.train.steps(progress.position)
+    run_micro = micro_step(model, run.config, accumulation(training, mesh.dp_degree) > 1)
 
     while progress.step < training.steps:
         with metrics.waiting():
@@ -137,7 +140,7 @@ def run_steps(
         rate = learning_rate(step, training)
         set_learning_rate(optimizer, rate)
         with metrics.stepping(step):
-            loss, norm, scale = take_step(run, model, optimizer, micros, labels // mesh.degree, progress)
+            loss, norm, scale = take_step(run, model, run_micro, optimizer, micros, labels // mesh.degree, progress)
         if not math.isfinite(norm):
             metrics.say(f"step {step}: gradients overflow fp16, so no weight is changed; loss scale {scale.value:g}")
         if not labels:
@@ -147,7 +150,8 @@ def run_steps(
         metrics.count(tokens // mesh.degree)
         if step % run.config.logging.every == 0 or step in (first + 1, training.steps):
             losses.append(loss)
-            metrics.log(step, loss=loss, lr=rate, grad_norm=norm, epoch=after.epoch, memory_gib=peak(mesh))
+            memory = peak(mesh, recorded=run.config.parallelism.cuda_graphs)
+            metrics.log(step, loss=loss, lr=rate, grad_norm=norm, epoch=after.epoch, memory_gib=memory)
         restart_clock, due = metrics.pause(), is_due(step, run.config)
         if examples.judged_after(step, training.steps):
             found = evaluate(model, examples, stopped)
@@ -178,6 +182,7 @@ def work_of(run: Run, sequences: int, trust_remote_code: bool) -> Work:
 def take_step(
     run: Run,
     model: Model,
+    run_micro: MicroStep,
     optimizer: torch.optim.Optimizer,
     micros: Sequence[Micro],
     labels: int,
@@ -189,7 +194,7 @@ def take_step(
     """
     mesh, training = run.mesh, run.config.training
     scale = first_scale(training, progress.scale)
-    shares = run_micro_batches(model, micros, max(labels, 1), scale.value, training.seed, progress.step + 1)
+    shares = run_micro_batches(run_micro, mesh, micros, max(labels, 1), scale.value, training.seed, progress.step + 1)
     sum_gradients(model.module, mesh, int(run.config.parallelism.bucket_mb * 2**20))
     scale.undo(model.module)
     norm = clip(run, model)
@@ -240,16 +245,16 @@ def open_model(run: Run, start: Path, progress: Progress, trust_remote_code: boo
     return Model(module, call, cut, mesh, padded, config.training.precision, shards, packing, own_loss)
 
 
-def run_micro_batches(model: Model, micros: Sequence[Micro], labels: int, scale: float, seed: int, step: int) -> Tensor:
+def run_micro_batches(
+    run_micro: MicroStep, mesh: Mesh, micros: Sequence[Micro], labels: int, scale: float, seed: int, step: int
+) -> Tensor:
     """Each micro-batch's share of the mean loss over all ``labels`` of the step; leaves their gradients x ``scale``."""
-    shares = []
+    shares, last = [], len(micros) - 1
+    over, factor = (torch.full((), value, dtype=torch.float64, device=mesh.device) for value in (labels, scale))
     for number, micro in enumerate(micros):
-        seed_micro_batch(model.mesh, seed, step, number)
-        loss = model.loss(micro.to(model.mesh.device)) / labels
-        scaled = loss * scale
-        model.shards.before_backward(model.module, scaled, last=number == len(micros) - 1)
-        scaled.backward()
-        shares.append(loss.detach().double())
+        seed_micro_batch(mesh, seed, step, number)
+        share = run_micro(micro.to(mesh.device), over, factor, first=number == 0, last=number == last)
+        shares.append(share.double())
     return torch.stack(shares)
 
 

@@ -34,9 +34,15 @@ class Held:
         return max(self.peak - self.weights - self.gradients - self.optimizer, 0)
 
 
-def peak(mesh: Mesh) -> float:
-    """The most GiB that this rank's GPU has held; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(mesh.device) / GIB if mesh.device.type == "cuda" else 0.0
+def peak(mesh: Mesh, *, recorded: bool = False) -> float:
+    """The most GiB that this rank's GPU has held; 0 on a CPU.
+
+    What a CUDA graph works in is nobody's while it is not recording, so where there is one all that is reserved counts.
+    """
+    if mesh.device.type != "cuda":
+        return 0.0
+    held = torch.cuda.max_memory_reserved if recorded else torch.cuda.max_memory_allocated
+    return held(mesh.device) / GIB
 
 
 def out_of_memory(
