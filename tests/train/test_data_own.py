@@ -36,6 +36,18 @@ def pairs():
     return Pairs()
 
 
+class SeldomAsked(Pairs):
+    """One example of four is asked for, so that dp ranks, and even steps, have no label at all."""
+
+    def __getitem__(self, index: int):
+        example = super().__getitem__(index)
+        return example if index % 4 == 0 else example | {"labels": torch.full((8,), -100)}
+
+
+def seldom_asked():
+    return SeldomAsked()
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         return ({"ids": torch.arange(8) * i % WORDS, "labels": torch.arange(8) * i % 5} for i in range(1, 8))
@@ -143,11 +155,11 @@ def run(mesh, folder: Path, config: Config, output: Path) -> list[float]:
     return train(folder, config, mesh, output=output)
 
 
-def plainly(loss, steps: int = 6) -> list[float]:
+def plainly(loss, steps: int = 6, dataset: Dataset | None = None) -> list[float]:
     """The same training of the whole model in one process."""
     from tpconvert.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 
-    config, dataset = settings(), Pairs()
+    config, dataset = settings(), dataset or Pairs()
     module = lm()[0].double().train()
     optimizer = make_optimizer(module.named_parameters(), config.training)
     import numpy as np
@@ -157,6 +169,9 @@ def plainly(loss, steps: int = 6) -> list[float]:
         rows = [dataset[int(i)] for i in order[4 * step : 4 * step + 4]]
         batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         set_learning_rate(optimizer, learning_rate(step + 1, config.training))
+        if bool((batch["labels"] == -100).all()):
+            losses.append(0.0)
+            continue
         value = loss(module, batch)
         value.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -177,6 +192,19 @@ def test_own_examples_train_as_in_one_process(run_ranks, tmp_path: Path, tp: int
     expected = plainly(squared if loss else cross_entropy)
     for losses in every:
         assert all(abs(a - b) < 1e-9 * abs(b) for a, b in zip(losses, expected, strict=True))
+
+
+@pytest.mark.parametrize("data_parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("tp", "dp", "micro"), [(1, 4, 1), (2, 2, 1), (1, 2, 2)])
+def test_ranks_without_labels_train_along(run_ranks, tmp_path: Path, tp: int, dp: int, micro: int, data_parallel: str):
+    config = settings("seldom_asked").model_dump(mode="json")
+    config["training"] |= {"micro_batch_size": micro, "epochs": None}
+    config = make_config(config | {"parallelism": {"data_parallel": data_parallel}})
+    every = run_ranks(run, tp, make_folder(tmp_path / "model", tp), config, tmp_path / "run", dp=dp)
+    expected = plainly(cross_entropy, dataset=SeldomAsked())
+    assert 0.0 in expected and sum(expected) > 10
+    for losses in every:
+        assert all(abs(a - b) <= 1e-9 * abs(b) for a, b in zip(losses, expected, strict=True)), (losses, expected)
 
 
 @pytest.mark.parametrize("dataset", ["pairs", "stream", "counter"])

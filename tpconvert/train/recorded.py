@@ -114,7 +114,7 @@ def _check_repeated(model: Model, micro: Batch | OwnBatch) -> None:
         raise ConfigError(
             "The model draws random numbers (dropout), which parallelism.cuda_graphs cannot give anew to the layers "
             "that activation_checkpointing runs again.",
-            hint=f"Set parallelism.activation_checkpointing: none, or the model's dropout to 0. {OFF}",
+            hint="Set parallelism.activation_checkpointing: none, the model's dropout to 0, or cuda_graphs: false.",
         )
     for layer in layers:
         layer.tp_draws = False
