@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +14,10 @@ from click.testing import CliRunner
 
 from tests.train.tiny import make_folder, make_text
 from tpconvert.checkpoint import check_folder
+from tpconvert.errors import TrainError
 from tpconvert.train import state
 from tpconvert.train.__main__ import command
+from tpconvert.train.launch import check_launchers
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,7 +123,14 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path):
     (step,) = state.complete_steps(tmp_path / "run")
     assert f"told to stop after {step.name.replace('-', ' ')}" in out and f"saved {step}" in out
     lines = set(error.splitlines())  # nobody can say who of them is to say it: the store is gone too
-    assert lines == {"error: The process that started the ranks is gone; what they had done is saved."}
+    host = socket.gethostname()
+    assert lines == {f"error: The process that started ranks 0, 1 ({host}) is gone; what the ranks had done is saved."}
+
+
+def test_of_several_machines_the_one_whose_launcher_is_gone_is_named():
+    check_launchers(["", "", "", ""])
+    with pytest.raises(TrainError, match=r"started ranks 2, 3 \(node-b\) is gone; what the ranks had done is saved"):
+        check_launchers(["", "", "node-b", "node-b"])
 
 
 def test_outside_torchrun_the_command_says_how_to_start_it(tmp_path: Path, monkeypatch):

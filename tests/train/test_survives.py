@@ -12,7 +12,7 @@ from tests.train.test_loop import changed, run, settings
 from tests.train.test_state import alone, contents, resuming
 from tests.train.tiny import make_folder
 from tpconvert.errors import CheckpointError, ConfigError, TrainError
-from tpconvert.train import save, state
+from tpconvert.train import save, state, watch
 from tpconvert.train.launch import _config
 from tpconvert.train.loop import train
 from tpconvert.train.memory import GIB, Held, ways_out
@@ -161,3 +161,27 @@ def test_ranks_without_a_sign_of_life_are_named_and_a_halt_of_all_is_not_taken_f
         late = first.silent(3, all_ranks=True)
     assert list(late) == [1] and f"process {os.getpid()}" in late[1]
     assert third.silent(3, all_ranks=False) == {}  # looks at rank 0 alone
+
+
+class NoStore:
+    """The store of a machine that is gone."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise ConnectionResetError
+
+    def add(self, key: str, by: int) -> int:
+        raise ConnectionResetError
+
+
+@pytest.mark.parametrize(("peer", "said"), [(True, "and with it the machine of rank 0."), (False, "error: own fault")])
+def test_a_collective_that_broke_since_the_machine_of_rank_0_is_gone_says_that(monkeypatch, capsys, peer: bool, said):
+    def ended(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(watch, "PATIENCE", 0.0)
+    monkeypatch.setattr(os, "_exit", ended)
+    here = object.__new__(watch.Watch)
+    here._store = NoStore()
+    with pytest.raises(SystemExit):
+        here.fail("error: own fault", 1, peer=peer)
+    assert capsys.readouterr().err.endswith(f"{said}\n")

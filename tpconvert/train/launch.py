@@ -90,7 +90,7 @@ def _run(
 
     from tpconvert.parallel import make_mesh
     from tpconvert.train.loop import train
-    from tpconvert.train.ranks import together, totals
+    from tpconvert.train.ranks import gathered, together
     from tpconvert.train.state import claim
 
     rank, world, parent = place
@@ -107,8 +107,7 @@ def _run(
             folder, config, mesh, output=output, trust_remote_code=trust_remote_code, prepares=prepares,
             stopped=watch.signalled,
         )  # fmt: skip
-        if any(totals(mesh, [int(watch.orphaned)])):  # which waits for all
-            raise TrainError("The process that started the ranks is gone; what they had done is saved.")
+        check_launchers(gathered(mesh, watch.orphan))  # which waits for all
     except TPConvertError as error:
         watch.fail(f"error: {error}", error.exit_code)
     except Exception as error:
@@ -116,6 +115,16 @@ def _run(
     watch.done()
     dist.destroy_process_group()
     return 0
+
+
+def check_launchers(orphans: Sequence[str]) -> None:
+    """Raise where ranks have lost the process that started them; by world rank, where each is that has."""
+    lost = [rank for rank, where in enumerate(orphans) if where]
+    if lost:
+        raise TrainError(
+            f"The process that started rank{'s' if lost[1:] else ''} {', '.join(map(str, lost))} "
+            f"({orphans[lost[0]]}) is gone; what the ranks had done is saved."
+        )
 
 
 def _store(rank: int, world: int) -> Any:

@@ -28,6 +28,7 @@ SOON = 10
 """The same once this rank was told to stop, since that may be because another is gone."""
 BROKEN = 3
 """The same once a collective broke."""
+NO_STORE = "error: the store where the ranks met is gone, and with it the machine of rank 0."
 
 
 class Beats:
@@ -68,8 +69,8 @@ class Watch:
     def __init__(self, store: Any, rank: int, world: int, parent: int | None = None) -> None:
         self._store, self._signal, self._done, self._wrong = store, 0, False, False
         self._parent = parent
-        self.orphaned = False
-        """Whether the process that started this rank is gone, and nobody is left to end it."""
+        self.orphan = ""
+        """Where this rank is, if the process that started it is gone and nobody is left to end it."""
         self._beats = Beats(store, rank, world)
         self._beats.beat()  # so that a rank which ends within its first second is missed too
         self._read, self._write = os.pipe()
@@ -93,7 +94,7 @@ class Watch:
         deadline = time.monotonic() + 2 * PATIENCE
         while peer and not self._failed() and time.monotonic() < deadline:
             time.sleep(0.1)
-        self._end(message, code)
+        self._end(NO_STORE if peer and self._is_store_gone() else message, code)
 
     def done(self) -> None:
         """The run is over: watch no longer.  A thread that is inside the store when Python ends would abort it."""
@@ -122,6 +123,13 @@ class Watch:
         except Exception:
             return False
 
+    def _is_store_gone(self) -> bool:
+        try:
+            self._store.check(["failed"])
+        except Exception:
+            return True
+        return False
+
     def _watch(self) -> None:
         since, lost = 0, 0
         while not self._done:
@@ -132,7 +140,7 @@ class Watch:
                     return
                 time.sleep(max(until - time.monotonic(), 0.0))  # a beat a second, however many signals come
             if self._parent is not None and os.getppid() != self._parent:
-                self.orphaned, self._signal = True, self._signal or signal.SIGTERM
+                self.orphan, self._signal = socket.gethostname(), self._signal or signal.SIGTERM
             since += self._signal != 0
             try:
                 self._beats.beat()
@@ -147,9 +155,7 @@ class Watch:
             if silent:
                 self._end_unless_done(_gone(silent))
             if lost > SILENCE:
-                self._end_unless_done(
-                    "error: the store where the ranks met is gone, and with it the machine of rank 0."
-                )
+                self._end_unless_done(NO_STORE)
             if since > GRACE:
                 self._end_unless_done("error: told to stop, but a step did not end in time; the last saved step stays.")
 
