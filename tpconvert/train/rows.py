@@ -9,9 +9,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tpconvert.errors import ConfigError
 from tpconvert.train.data_config import Data
@@ -22,6 +22,7 @@ IGNORE = -100
 """The label of a position that is not to be predicted."""
 CHUNK = 1 << 20
 """Characters tokenized at once; a document is only divided at the end of a line."""
+T = TypeVar("T")
 _HALF = re.compile("[\ud800-\udfff]")
 
 
@@ -60,16 +61,42 @@ def value_at(item: Any, key: str) -> Any:
     return value_at(item[first], rest) if dot and isinstance(item, Mapping) and first in item else None
 
 
-# -- text ---------------------------------------------------------------------------------------------------------
+# -- what a record has under its keys -----------------------------------------------------------------------------
 
 
-def _texts(records: Iterator[Record], field: str, tally: Tally) -> Iterator[str]:
+class _UnusableError(Exception):
+    """Why a record cannot be used, and what to do about it."""
+
+    def __init__(self, why: str, hint: str = "") -> None:
+        super().__init__(why)
+        self.why, self.hint = why, hint
+
+
+def _usable(records: Iterator[Record], read: Callable[[Any], T], tally: Tally) -> Iterator[T]:
+    """What is read of each record; those that cannot be used are noted, or end the run."""
     for record in records:
-        text = value_at(record.item, field)
-        if not _is_text(text):
-            tally.bad(record.where, _untold(record.item, field, "text"), "Set data.field")
-        elif text:
-            yield text
+        try:
+            found = read(record.item)
+        except _UnusableError as error:
+            tally.bad(record.where, error.why, error.hint)
+        else:
+            yield found
+
+
+def _text_of(item: Any, key: str, setting: str) -> str:
+    """The text under a key, which that setting names."""
+    text = value_at(item, key)
+    if not _is_text(text):
+        raise _UnusableError(_untold(item, key, "text"), f"Set data.{setting}")
+    return str(text)
+
+
+def _label_of(value: Any, labels: Mapping[str, int]) -> int:
+    """The number of a label."""
+    number = _number(value, labels)
+    if number is None:
+        raise _UnusableError(_unknown(value, labels), "Set data.labels")
+    return number
 
 
 def _is_text(value: Any) -> bool:
@@ -84,6 +111,13 @@ def _untold(item: Any, key: str, wanted: str) -> str:
         return f"under the key {key!r} is {json.dumps(found, default=str)[:60]}, which is no {wanted}"
     keys = f"; its keys are {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
     return f"there is no {wanted} under the key {key!r}{keys}"
+
+
+# -- text ---------------------------------------------------------------------------------------------------------
+
+
+def _texts(records: Iterator[Record], field: str, tally: Tally) -> Iterator[str]:
+    return filter(None, _usable(records, lambda item: _text_of(item, field, "field"), tally))
 
 
 Chunk = tuple[bool, bool, str]
@@ -160,17 +194,10 @@ def _pairs(
 ) -> Iterator[Row]:
     """Source and target texts."""
 
-    def good() -> Iterator[tuple[str, str]]:
-        for record in records:
-            source, wanted = value_at(record.item, field), value_at(record.item, target)
-            if not _is_text(source):
-                tally.bad(record.where, _untold(record.item, field, "text"), "Set data.field")
-            elif not _is_text(wanted):
-                tally.bad(record.where, _untold(record.item, target, "text"), "Set data.target")
-            else:
-                yield prefix + source, wanted
+    def read(item: Any) -> tuple[str, str]:
+        return prefix + _text_of(item, field, "field"), _text_of(item, target, "target")
 
-    for some in _some(good()):
+    for some in _some(_usable(records, read, tally)):
         sources, targets = tokenizer.encode([s for s, _ in some]), tokenizer.encode([t for _, t in some])
         yield from (Row({"ids": s, "target": t}) for s, t in zip(sources, targets, strict=True))
 
@@ -185,20 +212,14 @@ def _classified(
 ) -> Iterator[Row]:
     """Texts, or pairs of them, and the number of their class."""
 
-    def good() -> Iterator[tuple[list[str], int]]:
-        for record in records:
-            texts, wanted = [value_at(record.item, field) for field in fields], value_at(record.item, target)
-            if bad := [field for field, text in zip(fields, texts, strict=True) if not _is_text(text)]:
-                key = "data.field" if bad[0] == fields[0] else "data.pair"
-                tally.bad(record.where, _untold(record.item, bad[0], "text"), f"Set {key}")
-            elif wanted is None:
-                tally.bad(record.where, _untold(record.item, target, "label"), "Set data.target")
-            elif (number := _number(wanted, labels)) is None:
-                tally.bad(record.where, _unknown(wanted, labels), "Set data.labels")
-            else:
-                yield texts, number
+    def read(item: Any) -> tuple[list[str], int]:
+        texts = [_text_of(item, field, setting) for field, setting in zip(fields, ("field", "pair"), strict=False)]
+        wanted = value_at(item, target)
+        if wanted is None:
+            raise _UnusableError(_untold(item, target, "label"), "Set data.target")
+        return texts, _label_of(wanted, labels)
 
-    for some in _some(good()):
+    for some in _some(_usable(records, read, tally)):
         encoded = [tokenizer.encode(list(texts)) for texts in zip(*(texts for texts, _ in some), strict=True)]
         for ids, (_, label) in zip(zip(*encoded, strict=True), some, strict=True):
             yield Row({**dict(zip(("ids", "pair"), ids, strict=False)), "label": [label]})
@@ -209,23 +230,17 @@ def _tagged(
 ) -> Iterator[Row]:
     """Words, and a tag for the first token of each."""
 
-    def good() -> Iterator[tuple[list[str], list[int]]]:
-        for record in records:
-            words, wanted = value_at(record.item, field), value_at(record.item, target)
-            if not _is_list(words) or not all(map(_is_text, words)):
-                tally.bad(record.where, _untold(record.item, field, "list of words"), "Set data.field")
-            elif not _is_list(wanted):
-                tally.bad(record.where, _untold(record.item, target, "list of tags"), "Set data.target")
-            elif len(words) != len(wanted):
-                tally.bad(record.where, f"{len(words)} words, but {len(wanted)} tags")
-            else:
-                numbers = [_number(tag, labels) for tag in wanted]
-                if None in numbers:
-                    tally.bad(record.where, _unknown(wanted[numbers.index(None)], labels), "Set data.labels")
-                else:
-                    yield words, [n for n in numbers if n is not None]
+    def read(item: Any) -> tuple[list[str], list[int]]:
+        words, wanted = value_at(item, field), value_at(item, target)
+        if not _is_list(words) or not all(map(_is_text, words)):
+            raise _UnusableError(_untold(item, field, "list of words"), "Set data.field")
+        if not _is_list(wanted):
+            raise _UnusableError(_untold(item, target, "list of tags"), "Set data.target")
+        if len(words) != len(wanted):
+            raise _UnusableError(f"{len(words)} words, but {len(wanted)} tags")
+        return words, [_label_of(tag, labels) for tag in wanted]
 
-    for some in _some(good()):
+    for some in _some(_usable(records, read, tally)):
         encoded = tokenizer.pieces([" ".join(words) for words, _ in some])
         for pieces, (words, tags) in zip(encoded, some, strict=True):
             yield Row({"ids": pieces.ids, "tags": _aligned(pieces, words, tags)})

@@ -49,7 +49,8 @@ class Tally:
         """Note one; raise if it is not to be left out."""
         if self.stop:
             way = "leave such lines out with data.on_bad_line: skip"
-            raise ConfigError(f"{where}: {why}.", hint=f"{hint}, or {way}." if hint else f"{way.capitalize()}.")
+            told = f"{hint}, or {way}." if hint else f"{way.capitalize()}."
+            raise ConfigError(f"{where}: {why}.", hint=told) from None
         self.count += 1
         if len(self.first) < _SHOWN:
             self.first.append(f"{where}: {why}")
