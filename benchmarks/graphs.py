@@ -66,6 +66,7 @@ CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("bert", 2, {}),
     ("bert", 2, {"training.global_batch_size": 8}),
     ("bert", 1, {}),
+    ("llama", 2, {"logging.split_every": 2, "profile.start": 5, "profile.steps": 2}),
     ("bert", 2, {"parallelism.activation_checkpointing": "full"}),
 )
 """Model, tp, what is configured: the last one is to be refused."""
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", nargs="*", type=int, default=[8, 2], help="sequences of a micro-batch of --speed")
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--tp", nargs="*", type=int, default=[2, 1], help="of --speed; the rest of two ranks is dp")
     parser.add_argument("--compile", action="store_true", help="--speed with compiled layers")
     options = parser.parse_args()
     local = int(os.environ["LOCAL_RANK"])
@@ -134,8 +136,13 @@ def apart(plain: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> str:
     """Whether two runs have the same numbers."""
     keys = ("loss", "grad_norm", "eval_loss")
     pairs = [(a[k], b[k]) for a, b in zip(plain, recorded, strict=True) for k in keys if k in a]
+    sent = [
+        [a["communication_seconds"] / a["step_seconds"] for a in rows if "communication_seconds" in a]
+        for rows in (plain, recorded)
+    ]
+    more = "".join(f", communication {way[-1]:.1%} of a step" for way in sent if way)
     if all(repr(a) == repr(b) for a, b in pairs):
-        return f"same bits, {len(pairs)} numbers, last loss {[a['loss'] for a in plain if 'loss' in a][-1]:.6f}"
+        return f"same bits, {len(pairs)} numbers, last loss {[a['loss'] for a in plain if 'loss' in a][-1]:.6f}{more}"
     return f"worst relative difference {max(abs(a - b) / max(abs(a), 1e-30) for a, b in pairs):.2e}"
 
 
@@ -143,7 +150,7 @@ def speed(work: Path, options: argparse.Namespace) -> None:
     """Tokens/s of each model, plain and recorded, over tp and over dp."""
     device = "CPU" if options.toy else torch.cuda.get_device_name()
     tell(f"torch {torch.__version__}, transformers {hf.__version__}, {device}")
-    for name, tp, batch in itertools.product(options.only, (2, 1), options.batch):
+    for name, tp, batch in itertools.product(options.only, options.tp, options.batch):
         given = {
             "training.steps": options.steps + 1, "training.micro_batch_size": batch, "training.seq_len": options.length,
             "data.boundaries": "none", "parallelism.compile": options.compile,

@@ -1,5 +1,6 @@
 """Training in parts is training of the whole."""
 
+import ast
 import warnings
 from pathlib import Path
 
@@ -194,6 +195,10 @@ def test_a_loss_that_is_no_number_ends_the_run(run_ranks, tmp_path: Path):
     (left,) = (tmp_path / "run").glob("bad-step-*")
     with safe_open(left, "pt") as file:
         assert "epoch=0, used=(4,)" in file.metadata()["position"] and "nan" in file.metadata()["losses"]
+        rows = ast.literal_eval(file.metadata()["rows"])
+        assert len(rows) == 4 and all(source == epoch == 0 for source, epoch, _ in rows)
+        tokens = torch.tensor(list((tmp_path / "text.txt").read_bytes()))
+        assert torch.equal(file.get_tensor("1.ids")[1], tokens[16 * rows[3][2] :][:16])
         assert set(file.keys()) >= {"0.ids", "0.labels", "1.attention"} and file.get_tensor("1.ids").shape == (2, 16)
 
 
