@@ -12,7 +12,7 @@ from benchmarks.compare import models
 from tpconvert.errors import PlanError
 from tpconvert.parallel import cross_entropy, make_mesh, parallelize
 from tpconvert.parallel.convert import output_gathers
-from tpconvert.parallel.graphed import GraphedStep
+from tpconvert.parallel.graphed import GraphedStep, _why
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 
@@ -46,6 +46,22 @@ def batches(count, rows=8):
 def test_a_module_on_a_cpu_is_refused():
     with pytest.raises(PlanError, match="on a GPU, which this is not"):
         GraphedStep(nn.Linear(3, 3), lambda x: x.sum(), [torch.ones(2, 3)])
+
+
+def test_what_went_wrong_first_is_told_and_a_full_gpu_is_still_one():
+    def chained(first: Exception) -> Exception:
+        try:
+            try:
+                raise first
+            finally:
+                raise RuntimeError("capture failed")
+        except RuntimeError as error:
+            return error
+
+    told = _why(chained(ValueError("a wait.\nand more")))
+    assert isinstance(told, PlanError) and told.message == "The step cannot be recorded as a CUDA graph: a wait."
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    assert _why(chained(full)) is full
 
 
 @pytest.mark.gpu

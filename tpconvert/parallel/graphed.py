@@ -96,8 +96,7 @@ def _record(
                 outputs = _run(loss, batch)
         except Exception as error:
             _as_before(device)
-            said = _first(error)
-            raise PlanError(f"The step cannot be recorded as a CUDA graph: {said}.", hint="Run it as it is.") from error
+            raise _why(error) from error
         if _drawn() != drawn:
             raise PlanError(
                 "The step draws random numbers on the CPU, which a CUDA graph would repeat.", hint="Run it as it is."
@@ -154,11 +153,14 @@ def _as_before(device: torch.device) -> None:
     generator.graphsafe_set_state(generator.clone_state())
 
 
-def _first(error: BaseException) -> str:
-    """What went wrong first: the end of a recording only says that something did."""
+def _why(error: BaseException) -> Exception:
+    """What went wrong first, since the end of a recording only says that something did; a full GPU is what it is."""
     while error.__context__ is not None:
         error = error.__context__
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    if isinstance(error, torch.OutOfMemoryError):
+        return error
+    said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    return PlanError(f"The step cannot be recorded as a CUDA graph: {said}.", hint="Run it as it is.")
 
 
 @contextmanager
