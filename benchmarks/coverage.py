@@ -79,6 +79,8 @@ def run(types: list[str], out: Path, *, ranks: bool, again: bool, degrees: tuple
     import torch
     import transformers
     import transformers.modeling_utils
+    import transformers.models.auto.feature_extraction_auto
+    import transformers.models.auto.image_processing_auto
 
     from benchmarks.zoo.types import model_types
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.zoo.mend import divisible, fit, lessen, mend
-from benchmarks.zoo.reach import enriched
+from benchmarks.zoo.reach import enriched, reached
 from benchmarks.zoo.small import ATTEMPTS, Attempt, small
 from benchmarks.zoo.types import class_names
 from tpconvert.analyze.trees import tensor_slots
@@ -39,6 +39,8 @@ MORE = 3
 """Attempts after the first that runs, while images or sounds are missing."""
 SAME = 4
 """After so many attempts that fail alike, others are not made."""
+NEARLY_ALL = 0.98
+"""The share of parameters that some output depends on, from which on no other class is tried."""
 QUICK, SLOW = 0.6, 3.0
 """Seconds that one forward of a twin, or of a small model, may take."""
 LIGHT, HEAVY = 20_000_000, 200_000_000
@@ -80,7 +82,7 @@ class Built:
 
 
 def build(model_type: str) -> Built:
-    """A small module of the first class of a type that runs."""
+    """A small module of the first class of a type that runs; of that which reaches most, where it leaves much out."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -94,7 +96,10 @@ def build(model_type: str) -> Built:
     names = class_names(model_type, pair=bool(getattr(config, "is_encoder_decoder", False)))
     kinds = {name: getattr(transformers, name, None) for name in names}
     names.sort(key=lambda name: _own(kinds[name], config) is not config)
+    found: list[tuple[int, float, Built]] = []
     for name in names[:CLASSES]:
+        if found and found[-1][1] > NEARLY_ALL:
+            break
         kind = kinds[name]
         if kind is None:
             errors.append(f"{name}: transformers exports no such class")
@@ -103,11 +108,15 @@ def build(model_type: str) -> Built:
         for way, seconds in ((_by_small, SMALL_SECONDS), (_by_twin, TWIN_SECONDS)):
             try:
                 with limit(seconds):
-                    return way(model_type, make, _own(kind, config))
+                    built = way(model_type, make, _own(kind, config))
+                    found.append((*reached(built.module, built.inputs), built))
+                    break
             except (Exception, _OutOfTimeError) as error:
                 errors.append(f"{name} {way.__name__.removeprefix('_by_')}: {told(error)}")
             finally:
                 gc.collect()  # what was tried hangs in cycles with the errors it raised, and holds gigabytes
+    if found:
+        return max(found, key=lambda one: one[0])[2]
     raise NotBuiltError(" || ".join(errors[:4]) or "it has no class")
 
 
@@ -212,11 +221,9 @@ def _at_size(make: Any, config: Any, by: str) -> tuple[Built | None, list[Except
         count = sum(p.numel() for p in on_meta.parameters())
         if count > 3 * MANY:
             raise TooLargeError(f"{count / 1e6:.0f} M parameters", on_meta)
-        module = make(config).eval()
-        if fit(module, config):
-            module = make(config).eval()
-        search = Search(module, config)
-        inputs = search.run()
+        module, search, inputs = _searched(make, config)
+        if any(media_in(refusal.given) - media_in(inputs) for refusal in search.refused) and fit(module, config):
+            module, search, inputs = _searched(make, config)
         refused = sorted(search.refused, key=lambda refusal: -refusal.reached)
         if any(refusal.given is inputs for refusal in refused):
             return None, [refusal.error for refusal in refused[:REFUSALS]]
@@ -224,6 +231,12 @@ def _at_size(make: Any, config: Any, by: str) -> tuple[Built | None, list[Except
         return _run(module, enriched(module, search, inputs), by, SLOW), richer[:REFUSALS]
     except Exception as error:
         return None, [error]
+
+
+def _searched(make: Any, config: Any) -> tuple[nn.Module, Search, dict[str, Any]]:
+    module = make(config).eval()
+    search = Search(module, config)
+    return module, search, search.run()
 
 
 def _run(module: nn.Module, inputs: dict[str, Any], by: str, seconds: float) -> Built:

@@ -19,6 +19,8 @@ from tpconvert.source.inputs import Search
 from tpconvert.source.towers import KINDS
 
 QUERIES = 8
+PATCHES, TOKENS = 8, 16
+"""Patches to a side of an image, and tokens for it, where fewer patches, or more tokens, do not fit its tower."""
 ROTARY = 4
 """What widths of heads are multiples of, where they can be."""
 FRAMES = 6
@@ -47,6 +49,8 @@ def mend(config: Any, error: BaseException) -> bool:
         return _resized(config, int(m[2]), int(m[1]))
     if m := re.search(r"num_channels \((\d+)\) must be divisible by num_groups \((\d+)\)", text):
         return _resized(config, int(m[1]), -(-int(m[1]) // int(m[2])) * int(m[2]), every=True)
+    if re.search(r"stride should not be zero|division by zero|shape '\[([-\d]+, )*0[,\]]", text):
+        return _more_patches(config)
     if "selected index k out of range" in text:
         return _fewer_queries(config)
     if m := re.search(r"to have (\d+) channels, but got (\d+) channels", text):
@@ -95,6 +99,25 @@ def _resized(config: Any, had: int, wanted: int, *, every: bool = False) -> bool
         if changed:
             return True
     return False
+
+
+def _more_patches(config: Any) -> bool:
+    """Images of more patches to a side, and the tiles of them; then fewer tokens for each image."""
+    changed = False
+    for part in parts(config):
+        side, patch = _count(part, "image_size"), _count(part, "patch_size")
+        if side and patch and side // patch < PATCHES:
+            changed |= _set(part, "image_size", PATCHES * patch)
+            for tiled in parts(config) if changed else ():
+                pinned = entry(tiled, "image_grid_pinpoints")
+                if isinstance(pinned, list | tuple):
+                    by = [[max(n // side, 1) * PATCHES * patch for n in sides] for sides in pinned]
+                    _set(tiled, "image_grid_pinpoints", by)
+    for part in parts(config) if not changed else ():
+        for name, value in list(vars(part).items()):
+            if type(value) is int and re.search(r"tokens_per_image$|image_seq_length$", name) and value > TOKENS:
+                changed |= _set(part, name, TOKENS)
+    return changed
 
 
 def _fewer_queries(config: Any) -> bool:
@@ -222,12 +245,15 @@ def fit(module: Any, config: Any) -> bool:
     for tower in Search(module, config).towers(module):
         if wanted and tower.width != wanted:
             changed |= _widened(config, tower.width, wanted)
+    if changed:
+        divisible(config)
     return changed
 
 
 def _widened(config: Any, width: int, wanted: int) -> bool:
     """A number that gives a tower's width, set to another: that of what it puts out, if there is one."""
     towers = [part for part in parts(config) if part is not config and part is not text_part(config)]
+    towers += [config] if config is not text_part(config) else []
     for pattern in (r"^out|output|project", r"size$|dim$"):
         for part in towers:
             for name, value in list(vars(part).items()):

@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch import nn
@@ -18,14 +18,16 @@ ARGUMENTS, FORMS = 16, 3
 LONG = 3.0
 """Seconds of computing after which no more are tried."""
 _OF_NO_USE = re.compile(
-    r"label|cache|past_key|encoder_outputs|hidden_states|(start|end)_positions|^return_|^output_|_targets?$"
+    r"cache|past_key|encoder_outputs|(start|end)_positions|^return_|^output_|_targets?$"
     r"|inputs_embeds|position_ids|^(decoder_|cross_)?attention_mask$|head_mask"
 )
 """Arguments that stand for what other inputs give, or that no parameter waits for."""
+_LAST = re.compile(r"label|hidden_states|_embeds$")
+"""Arguments that are tried last: what another model gives, and what is for training."""
 
 
-def untouched(module: nn.Module, inputs: dict[str, Any]) -> list[list[Any]]:
-    """Parameters that no output depends on, folded: ``[name with * for numbers, how many]``."""
+def untouched(module: nn.Module, inputs: dict[str, Any], most: int | None = 20) -> list[list[Any]]:
+    """Parameters that no output depends on, folded: ``[name with * for numbers, how many]``, the most of them."""
     from tpconvert.verify.checks import call
     from tpconvert.verify.modes import loss_of
 
@@ -38,7 +40,7 @@ def untouched(module: nn.Module, inputs: dict[str, Any]) -> list[list[Any]]:
         return [[f"unknown: {type(error).__name__}: {error}"[:200], 1]]
     found = Counter(_folded(n) for n, p in module.named_parameters() if p.grad is None and p.requires_grad)
     module.zero_grad(set_to_none=True)
-    return [[name, n] for name, n in found.most_common(20)]
+    return [[name, n] for name, n in found.most_common(most)]
 
 
 def _folded(name: str) -> str:
@@ -50,6 +52,7 @@ def enriched(module: nn.Module, search: Search, inputs: dict[str, Any]) -> dict[
     end = time.process_time() + LONG
     missing = _count(module, inputs)
     more = [n for n in search.arguments if n not in inputs and not _OF_NO_USE.search(n)]
+    more.sort(key=lambda name: bool(_LAST.search(name)))
     for name in more[:ARGUMENTS]:
         if not missing or time.process_time() > end:
             break
@@ -63,14 +66,39 @@ def enriched(module: nn.Module, search: Search, inputs: dict[str, Any]) -> dict[
 
 
 def _with(search: Search, name: str, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for form in search.forms(name, inputs):
+    """The inputs with forms of an argument; at first with those that share its first word too."""
+    forms = search.forms(name, inputs)
+    if name == "labels" and "input_ids" in inputs:
+        forms = chain([{name: inputs["input_ids"].clone()}], forms)
+    for form in forms:
         if name in form:
-            yield search.completed(form | inputs)
+            given = form | inputs
+            beside = _beside(search, name, given)
+            yield from [search.completed(beside | given)] if beside else []
+            yield search.completed(given)
+
+
+def _beside(search: Search, name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The first forms of arguments that go with one: ``future_time_features`` with ``future_values``."""
+    first = name.partition("_")[0]
+    found: dict[str, Any] = {}
+    for other in search.arguments:
+        if other not in given and other.startswith(f"{first}_") and not _OF_NO_USE.search(other):
+            found = next(search.forms(other, given | found), {}) | found
+    return found
+
+
+def reached(module: nn.Module, inputs: dict[str, Any]) -> tuple[int, float]:
+    """How many numbers of parameters some output depends on, and which part of all they are."""
+    names = {name for name, _ in untouched(module, inputs, None)}
+    sizes = {n: p.numel() for n, p in module.named_parameters()}
+    here = sum(size for n, size in sizes.items() if _folded(n) not in names)
+    return here, here / max(sum(sizes.values()), 1)
 
 
 def _count(module: nn.Module, inputs: dict[str, Any]) -> int:
     """How many parameters no output depends on; all of them where that cannot be told."""
-    found = untouched(module, inputs)
+    found = untouched(module, inputs, None)
     if found and re.match("all:|unknown:", str(found[0][0])):
         return sum(1 for _ in module.parameters())
     return sum(many for _, many in found)

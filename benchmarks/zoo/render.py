@@ -373,7 +373,7 @@ def _plain(text: str) -> str:
 
 def _short(line: Found) -> Found:
     keep = ("type", "class", "by", "parameters", "inputs", "outcome", "why", "cut", "matrices_cut", "linear_cut")
-    keep += ("linear_cut_default",)
+    keep += ("linear_cut_default", "linear_cut_reached")
     keep += ("whole", "linear_whole", "theirs", "theirs_differ", "more_than_theirs", "degrees", "way_back", "export")
     keep += ("untouched", "rewrites", "notes", "seconds", "cpu_s")
     found = {k: line[k] for k in keep if line.get(k)} | {"ranks": line.get("ranks", {}).get("outcome", "")}

@@ -18,8 +18,14 @@ EXPERT_WIDTH = 96
 """What widths of experts are multiples of: grouped kernels ask for multiples of 8 on each of 2, 3 and 4 ranks."""
 KERNEL = 16
 """What those kernels ask of a model's own width too."""
-CHUNK = 16
-"""Places that a scan takes at a time; it fills its last chunk, and keeps the square of it for every head."""
+CHUNK, LONGEST_CHUNK = 16, 4096
+"""Places that a scan takes at a time; it fills its last chunk, and keeps the square of it for every head.
+
+Longer ones are pieces of a sound, not of a scan.
+"""
+SIDE = 128
+"""An input size below this is no side of an image: it counts the bins of a sound."""
+FRAMES = 16
 MANY_LAYERS = 16
 MAIN = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 GROUPS = {"n_group": 2, "topk_group": 1}
@@ -31,11 +37,12 @@ _CHOSEN = re.compile(r"experts_per_tok|experts_per_token|moe_k$|moe_top_?k|^top_
 _WIDTHS = re.compile(
     r"(^|_)(dim|dims|width|rank|d_model|d_ff|d_kv|n_embd|n_inner|d_inner|inner|ffn|d_head)$"
     r"|(hidden|intermediate|head|embedding|projection|attention|ffn|mlp|embed|inner|key|value|rope|nope)_?(size|dim|channels)$"
-    r"|channels$|_features$|groups$|dim_per_stage$|channel_list$|pos_feats$"
+    r"|channels$|_features$|groups$|_filters$|dim_per_stage$|channel_list$|pos_feats$"
 )
 _HEAD_WIDTHS = re.compile(r"(^|_)(d_kv|d_head|head_dim|head_size|nope_dim|rope_dim|kv_channels)$")
 _EXPERT_WIDTHS = re.compile(r"(moe|expert).*(size|dim)$")
 _TAPS = re.compile(r"out_indices$|deepstack|extract_layers|intermediate_\w*indices|feature_layers?$|target_layer")
+_SIDES = ("image_embedding_size", "image_size", "input_size", "img_size", "crop_size")
 _SOME = re.compile(r"(layers|layer_ids|indexes|indices)$")
 _NOT_WIDTHS = re.compile(
     r"vocab|patch|image|window|pos_emb|num_channels|(?<!stage_)(in|out)_channels|mel|^num_features|type|in_dim$|input_dim$"
@@ -106,12 +113,14 @@ def _shrink(config: Any, attempt: Attempt) -> None:
             new = _smaller(standard[name], value, attempt, few, marks)
         if experts and _is_width(name) and type(new) is int and value % KERNEL == 0 and new % KERNEL:
             new = -(-new // EXPERT_WIDTH) * EXPERT_WIDTH
-        if _LAYERS.search(name) and type(value) is int and value in listed and name not in MAIN:
+        if _LAYERS.search(name) and type(value) is int and value in listed and (staged or name not in MAIN):
             continue  # what it counts is listed one by one, and the last of a list is often read
         if isinstance(value, list | tuple) and isinstance(layers, int) and len(value) == layers > few:
             new = value[:few]
         elif _TAPS.search(name) and _places(value):
             new = type(value)(_last(list(value), layers or 0, few))
+        elif _TAPS.search(name) and isinstance(value, list | tuple) and _places(value[::-1]) and max(value) >= few:
+            new = type(value)(_last(list(value[::-1]), layers or 0, few)[::-1])
         elif _SOME.search(name) and _places(value) and max(value) >= few:
             new = type(value)([v for v in value if v < few] or [few - 1])
         if new is not value:
@@ -168,7 +177,7 @@ def _smaller(name: str, value: Any, attempt: Attempt, few: int, marks: Iterator[
         return type(value)(v // attempt.narrower for v in value)
     if isinstance(value, list | tuple) and value and all(type(v) is int for v in value):
         return type(value)(_smaller(name, v, attempt, few, marks) for v in value)
-    if name.endswith("feature_sizes") and isinstance(value, list | tuple):
+    if name.endswith(("feature_sizes", "grid_pinpoints")) and isinstance(value, list | tuple):
         return [[max(side // attempt.image, 1) for side in sides] for sides in value]
     if value is None and re.fullmatch(r"(image|video|audio)_token_(id|index)", name):
         return next(marks)
@@ -177,13 +186,17 @@ def _smaller(name: str, value: Any, attempt: Attempt, few: int, marks: Iterator[
     if name.endswith(("token_id", "token_ids", "token_index")):
         return next(marks) if value >= VOCABULARY else value
     if name.endswith("chunk_size"):
-        return min(value, CHUNK)
+        return min(value, CHUNK) if value <= LONGEST_CHUNK else value
+    if name.endswith("layer_id"):
+        return min(value, few - 1)
     if "vocab_size" in name or name.endswith("_vocab"):
         return min(value, VOCABULARY)
     if name in GROUPS:
         return min(value, GROUPS[name])
-    if name in ("image_embedding_size", "image_size", "input_size", "img_size"):
+    if name in _SIDES and (name != "input_size" or value >= SIDE):
         return value // attempt.image if value % attempt.image == 0 and value // attempt.image >= 16 else value
+    if name in ("frames_per_clip", "num_frames"):
+        return min(value, FRAMES)
     if _HEAD_WIDTHS.search(name):
         return value // attempt.narrower if value % attempt.narrower == 0 and value // attempt.narrower >= 2 else value
     if _EXPERTS.search(name):

@@ -19,7 +19,7 @@ from transformers import (
 from benchmarks.zoo.build import Built, _lighter, _own
 from benchmarks.zoo.facts import agreement, linear_like, way_back
 from benchmarks.zoo.mend import divisible, fit, mend
-from benchmarks.zoo.reach import enriched, untouched
+from benchmarks.zoo.reach import enriched, reached, untouched
 from benchmarks.zoo.render import render
 from benchmarks.zoo.small import ATTEMPTS, small
 from benchmarks.zoo.whole import reasons_of
@@ -67,6 +67,30 @@ def test_queries_become_few_where_there_are_few_places():
     config = LlamaConfig(num_queries=300)
     assert mend(config, RuntimeError("selected index k out of range"))
     assert config.num_queries == 8
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "stride should not be zero",
+        "division by zero",
+        "shape '[2, 1, 0, 144]' is invalid for input of size 144",
+        "shape '[0, 4]' is invalid for input of size 8",
+    ],
+)
+def test_images_get_more_patches_where_some_of_them_are_merged_to_none(said):
+    config = LlamaConfig(image_size=56, patch_size=16, image_grid_pinpoints=[[56, 112]], mm_tokens_per_image=256)
+    assert mend(config, RuntimeError(said))
+    assert (config.image_size, config.image_grid_pinpoints) == (128, [[128, 256]])
+    assert config.mm_tokens_per_image == 256
+    assert mend(config, RuntimeError(said))
+    assert config.mm_tokens_per_image == 16
+    assert not mend(config, RuntimeError(said))
+
+
+def test_a_shape_without_an_empty_dim_asks_for_no_more_patches():
+    said = "shape '[2, 10, 144]' is invalid for input of size 144"
+    assert not mend(LlamaConfig(image_size=56, patch_size=16), RuntimeError(said))
 
 
 def test_a_class_of_a_part_gets_the_configuration_of_that_part():
@@ -196,6 +220,42 @@ def test_inputs_are_added_that_more_parameters_wait_for():
     assert sorted(n for n, _ in untouched(module, found)) == ["codes.bias", "codes.weight"]
 
 
+class Ahead(nn.Module):
+    """Looks ahead with two arguments that hang together, and learns from labels."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(600, 4)
+        self.ahead, self.learns = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, input_ids, future_values=None, future_mask=None, labels=None):
+        """
+        future_values (`torch.FloatTensor` of shape `(batch_size, 4)`, *optional*):
+            What comes.
+        future_mask (`torch.LongTensor` of shape `(batch_size, 4)`, *optional*):
+            Which of it.
+        labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            What is right.
+        """
+        out = self.words(input_ids)
+        if future_values is not None and future_mask is not None:
+            out = out + self.ahead(future_values * future_mask)[:, None]
+        return out if labels is None else (self.learns(out), labels)
+
+
+def test_arguments_that_hang_together_are_added_together_and_labels_last():
+    module = Ahead()
+    inputs = {"input_ids": torch.arange(26).view(2, 13)}
+    assert reached(module, inputs) == (2400, 2400 / 2440)
+    found = enriched(module, Search(module, LlamaConfig(vocab_size=600)), inputs)
+    assert next(iter(found)) == "labels"
+    assert found.keys() == {"input_ids", "future_values", "future_mask", "labels"}
+    assert torch.equal(found["labels"], inputs["input_ids"])
+    assert reached(module, found) == (2440, 1.0)
+
+
 def test_sizes_of_features_become_smaller_with_the_images():
     config = LlamaConfig(backbone_feature_sizes=[[256, 256], [64, 64]], image_size=1024)
     smaller = small(config, ATTEMPTS[0])
@@ -228,6 +288,32 @@ def test_images_are_cropped_as_far_as_the_model_takes_them(monkeypatch):
 
 def test_a_scan_takes_few_places_at_a_time():
     assert small(LlamaConfig(mamba_chunk_size=256), ATTEMPTS[0]).mamba_chunk_size == 16
+
+
+def test_pieces_of_a_sound_are_no_chunks_of_a_scan():
+    assert (
+        small(LlamaConfig(acoustic_tokenizer_chunk_size=1440000), ATTEMPTS[0]).acoustic_tokenizer_chunk_size == 1440000
+    )
+
+
+def test_the_layers_that_are_read_are_the_last_ones_also_where_they_are_listed_from_the_last():
+    config = LlamaConfig(vision_feature_layer=[24, 18], insert_layer_id=6, num_hidden_layers=25)
+    smaller = small(config, ATTEMPTS[0])
+    assert (smaller.vision_feature_layer, smaller.insert_layer_id) == ([1, 0], 1)
+
+
+def test_a_count_of_stages_stays_with_the_lists_of_them():
+    config = LlamaConfig(depths=(2, 2, 2, 2), patch_sizes=(16, 6, 5, 4), num_hidden_layers=4)
+    assert small(config, ATTEMPTS[0]).num_hidden_layers == 4
+
+
+@pytest.mark.parametrize(("size", "smaller"), [(80, 80), (512, 128)])
+def test_bins_of_a_sound_are_no_side_of_an_image(size, smaller):
+    assert small(LlamaConfig(input_size=size), ATTEMPTS[0]).input_size == smaller
+
+
+def test_videos_get_few_frames():
+    assert small(LlamaConfig(frames_per_clip=64), ATTEMPTS[0]).frames_per_clip == 16
 
 
 def test_a_mixture_made_small_keeps_widths_that_grouped_kernels_take() -> None:

@@ -306,6 +306,41 @@ def test_an_error_asks_for_as_many_marks_as_there_are_features():
     assert (inputs["input_ids"] == 7).sum(1).tolist() == [3, 3]
 
 
+class Pointing(Documented):
+    """Reads an image only where a word points at it, and wants such a word for each of six features."""
+
+    main_input_name = "input_ids"
+
+    def forward(self, input_ids, pixel_values=None):
+        marks = int((input_ids == 7).sum())
+        if pixel_values is not None and marks not in (0, 6):
+            had = f"[{marks}, 5]"
+            raise RuntimeError(f"value tensor of shape [6, 5] cannot be broadcast to indexing result of shape {had}")
+        return input_ids
+
+
+def test_words_that_point_at_images_are_mended_before_others_are_tried():
+    config = Config(image_token_id=7)
+    inputs = example_inputs(Pointing(config), config)
+    assert "pixel_values" in inputs
+    assert (inputs["input_ids"] == 7).sum(1).tolist() == [3, 3]
+
+
+class Proteins(nn.Module):
+    """Takes words of two kinds, the second with a mask over it."""
+
+    main_input_name = "input_ids"
+
+    def forward(self, input_ids, protein_input_ids=None, protein_attention_mask=None):
+        return input_ids, protein_input_ids, protein_attention_mask
+
+
+def test_a_mask_is_as_long_as_the_words_of_its_kind():
+    search = Search(Proteins(), Config())
+    given = {"protein_input_ids": torch.zeros(2, 7).long()}
+    assert next(search.forms("protein_attention_mask", given))["protein_attention_mask"].shape == (2, 7)
+
+
 class Inner(nn.Module):
     """Its image must have a side of its own, and makes two features."""
 

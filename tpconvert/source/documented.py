@@ -164,9 +164,13 @@ def size_in(config: Any, name: str) -> int | None:
     return next((v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
 
+SIDES = ("image_size", "img_size", "input_size", "crop_size")
+"""What configs call the sides of images."""
+
+
 def square(config: Any) -> tuple[int, int]:
     """Height and width of images."""
-    size = next((v for name in ("image_size", "img_size", "input_size") if (v := value_in(config, name))), None)
+    size = next((v for name in SIDES if (v := value_in(config, name))), None)
     if isinstance(size, Mapping):
         return int(size.get("height", 224)), int(size.get("width", 224))
     if isinstance(size, list | tuple) and len(size) >= 2:

@@ -36,6 +36,7 @@ from tpconvert.source.documented import (
     text_part,
 )
 from tpconvert.source.media import SOUNDS, VIDEOS, images, sounds
+from tpconvert.source.processed import processed
 from tpconvert.source.resize import resized
 from tpconvert.source.towers import Tower, askers, marked, towers_of, with_towers
 
@@ -45,6 +46,9 @@ Given = dict[str, Any]
 TRIALS, MORE = 80, 16
 """Forwards that are tried before giving up, and after some inputs were found that are not all there could be."""
 
+_MEDIA = re.compile(r"pixel_values|(input_features|input_values|audio_mel|_patches)$")
+_THEN_MENDED: Given = {}
+"""Stands between what is tried first and what is tried after that was mended."""
 MENDED = 4
 """Forms of what one tower is given that come from a first one."""
 _WIDEST = 1000
@@ -81,6 +85,7 @@ class Search:
         self.tried: set[Any] = set()
         self.refused: list[Refusal] = []
         self.enough = TRIALS
+        self._processed: list[Given] | None = None
 
     def run(self) -> Given:
         """The first inputs that run; those that came furthest if none do.
@@ -94,10 +99,18 @@ class Search:
         later: list[tuple[int, Given]] = []
         starts = self.starts(skeleton)
         found: Given | None = None
+        mending = 0
         while len(self.refused) < (TRIALS if found is None else self.enough):
-            given = next(starts, None) if found is None else None
+            mending -= bool(mending)
+            given = next(starts, None) if found is None and not mending else None
+            if given == _THEN_MENDED:
+                mending = MORE if later else 0
+                continue
             if given is None:
                 later = [(far, new) for far, new in later if found is None or media_in(new) > media_in(found)]
+                if not later and mending:
+                    mending = 0
+                    continue
                 if not later:
                     break
                 given = later.pop(max(range(len(later)), key=lambda i: (later[i][0], -i)))[1]
@@ -137,7 +150,9 @@ class Search:
             towers, forms = self.towers(skeleton), lambda name: self.forms(name, {})
             inputs = with_towers(towers, skeleton, self.config, self.names, forms, lambda: words(self.config, LENGTH))
             yield from (self.completed(given) for given in inputs)
-        media = [n for n in (*SOUNDS, "pixel_values", VIDEOS) if n in self.names]
+            yield _THEN_MENDED  # what towers refused, before words that do not point at what they are given
+        known = [n for n in (*SOUNDS, "pixel_values", VIDEOS) if n in self.names]
+        media = known or sorted(media_in(dict.fromkeys(self.names)))
         least = [n for n in dict.fromkeys([*self.main, *self.required]) if n in self.names]
         text = [n for n in ("input_ids",) if n in self.names]
         every = [[*media, *text, *least]] if len(media) > 1 else []
@@ -198,12 +213,25 @@ class Search:
             out["attention_mask"] = torch.ones_like(out["input_ids"])
         if "decoder_input_ids" in self.names and getattr(self.config, "is_encoder_decoder", False):
             out.setdefault("decoder_input_ids", words(self.config, OTHER_LENGTH))
-        if "use_cache" in self.names:
-            out["use_cache"] = False
+        for name in {"use_cache", "return_loss"} & self.names:
+            out[name] = False
         return out
+
+    def processed(self) -> list[Given]:
+        """What the processors of the model type make of images and sounds, as far as the forward takes it."""
+        if self._processed is None:
+            made = processed(self.config)
+            taken = ({n: v for n, v in given.items() if n in self.names} for given in made)
+            self._processed = [given for given in taken if given]
+        return self._processed
 
     def forms(self, name: str, given: Given) -> Iterator[Given]:
         """The forms in which an argument can be given, what must go along with it included."""
+        yield from self._guessed(name, given)
+        if media_in({name: None}):
+            yield from (made for made in self.processed() if name in made)
+
+    def _guessed(self, name: str, given: Given) -> Iterator[Given]:
         argument = self.arguments.get(name, Argument(name))
         if "pixel_values" in name or (name == "hidden_states" and "grid_thw" in self.names):
             yield from images(name, self.names, self.config, argument.dims)
@@ -238,6 +266,9 @@ class Search:
         """Masks of the documented shape, and over each length among the inputs."""
         if (made := example(argument, self.config)) is not None:
             yield {argument.name: made}
+        ids = argument.name.replace("attention_mask", "input_ids")
+        if argument.name != "attention_mask" and ids in given:
+            yield {argument.name: torch.ones_like(given[ids])}
         floats = [v for v in given.values() if isinstance(v, Tensor) and v.is_floating_point() and v.dim() > 1]
         texts = [v.shape[1] for n, v in given.items() if n == "input_ids"]
         for text, count in ((t, v.shape[1]) for t in texts for v in floats if v.dim() > 4):
@@ -250,9 +281,11 @@ class Search:
     def mended(self, given: Given, error: BaseException) -> Iterator[Given]:
         """The inputs changed by what an error says: with an argument more, or of another width."""
         text = str(error)
+        more = [self.completed(new) for new in marked(text, given, self.config, self.names)]
+        if more:
+            yield from more
+            return
         yield from resized(given, text, lambda *dims: words(self.config, *dims))
-        for new in marked(text, given, self.config, self.names):
-            yield self.completed(new)
         if re.search(r"Input type \((torch\.)?(long|Long|bool|Bool)", text):  # a mask that goes through a layer
             yield {n: v.float() if isinstance(v, Tensor) and "mask" in n else v for n, v in given.items()}
         if "index out of range" in text:
@@ -288,7 +321,7 @@ def _told(value: Any) -> str:
 
 def media_in(given: Given) -> set[str]:
     """The images, videos and sounds among inputs."""
-    return {name for name in given if name in SOUNDS or "pixel_values" in name}
+    return {name for name in given if _MEDIA.search(name)}
 
 
 def _counting(module: nn.Module) -> list[None]:

@@ -54,7 +54,10 @@ def with_towers(
     for many in range(len(towers), 0, -1):
         for some in combinations(towers, many):
             yield _filled(some, names, words())
-    yield from (_filled((tower,), names, words()) for tower in _unasked(module, config, names, forms))
+    unasked = _unasked(module, config, names, forms)
+    together = zip(*unasked, strict=False) if len(unasked) > 1 else ()
+    for some in (*together, *((tower,) for towers in unasked for tower in towers)):
+        yield _filled(tuple(some), names, words())
 
 
 def towers_of(
@@ -123,13 +126,15 @@ def _tower(
 
 def _unasked(
     module: nn.Module, config: Any, names: set[str], forms: Callable[[str], Iterator[Given]]
-) -> Iterator[Tower]:
-    """Guesses for towers that cannot be asked: one mark for all of an image or a sound, as older models have it."""
-    for kind, entry in (("image", "pixel_values"), ("audio", "input_features")):
-        mark = _mark(config, kind)
-        if mark is not None and entry in names and not _taken(module, f"get_{kind}_features"):
-            for form in islice(forms(entry), 6):
-                yield Tower(kind, form, mark, 1, 0, _around(config, kind))
+) -> list[list[Tower]]:
+    """Guesses for each tower that cannot be asked: one mark for all of an image or a sound, as older models have it."""
+    found = []
+    for kind, pattern in (("image", r"pixel_values$|_patches$"), ("audio", r"input_features$")):
+        mark, entry = _mark(config, kind), next((n for n in sorted(names) if re.search(pattern, n)), None)
+        if mark is not None and entry is not None and not _taken(module, f"get_{kind}_features"):
+            given = sorted(islice(forms(entry), 8), key=len, reverse=True)  # the fullest, which a processor made
+            found.append([Tower(kind, form, mark, 1, 0, _around(config, kind)) for form in given[:6]])
+    return [towers for towers in found if towers]
 
 
 def _taken(module: nn.Module, method: str) -> list[str]:
@@ -169,12 +174,22 @@ def marked(text: str, given: Given, config: Any, names: set[str]) -> Iterator[Gi
     """The inputs with as many marks more among the words as an error says there are features."""
     if "input_ids" not in given or given["input_ids"].dim() != 2:
         return
+    if m := re.search(r"value tensor of shape \[(\d+),.*broadcast to indexing result of shape \[(\d+),", text):
+        here = [(_mark(config, kind), kind) for kind in KINDS]
+        for kind in [
+            k for mark, k in here if mark is not None and int((given["input_ids"] == mark).sum()) == int(m[2])
+        ]:
+            yield from _more_marks(kind, int(m[2]), int(m[1]), given, config, names)
     for m in re.finditer(r"(\w+) features and \w+ tokens do not match\D+(\d+)\D+(\d+)", text):
-        kind, had, wanted = m[1].lower(), int(m[2]), int(m[3])
-        mark = _mark(config, kind) if kind in KINDS else None
-        if mark is not None and wanted > had and (wanted - had) % BATCH == 0:
-            tower = Tower(kind, {}, mark, (wanted - had) // BATCH, 0, _around(config, kind))
-            yield given | _filled((tower,), names, given["input_ids"])
+        if m[1].lower() in KINDS:
+            yield from _more_marks(m[1].lower(), int(m[2]), int(m[3]), given, config, names)
+
+
+def _more_marks(kind: str, had: int, wanted: int, given: Given, config: Any, names: set[str]) -> Iterator[Given]:
+    mark = _mark(config, kind)
+    if mark is not None and wanted > had and (wanted - had) % BATCH == 0:
+        tower = Tower(kind, {}, mark, (wanted - had) // BATCH, 0, _around(config, kind))
+        yield given | _filled((tower,), names, given["input_ids"])
 
 
 def _filled(towers: tuple[Tower, ...], names: set[str], words: Tensor) -> Given:
@@ -190,8 +205,7 @@ def _filled(towers: tuple[Tower, ...], names: set[str], words: Tensor) -> Given:
     ids.append(words[:, BEFORE:])
     kinds.append(torch.zeros_like(words[:, BEFORE:]))
     out["input_ids"] = torch.cat(ids, dim=1)
-    for name in ("mm_token_type_ids", "token_type_ids"):
-        if name in names:
-            out[name] = torch.cat(kinds, dim=1)
-            break
+    typed = [n for n in ("mm_token_type_ids", "token_type_ids") if n in names][:1]
+    for name in [*typed, *(n for n in names if n.endswith("_mm_token_type_ids"))]:
+        out[name] = torch.cat(kinds, dim=1)
     return out
