@@ -88,6 +88,7 @@ def plan_report(plan: Plan, *, fold: bool = True) -> PlanReport:
     ranks = tuple(_size((v.dtype, _local(v.layout, v.shape, rank, plan.tp)) for v in own) for rank in range(plan.tp))
     described = str(plan.source.get("class", ""))
     name = str(plan.source.get("name", ""))
+    forms = dict.fromkeys((r.module, r.reason) for r in plan.rewrites)  # one for each way to call it
     return PlanReport(
         name=f"{name} ({described})" if name and described else name or described or "the module",
         tp=plan.tp,
@@ -97,7 +98,7 @@ def plan_report(plan: Plan, *, fold: bool = True) -> PlanReport:
         tensors=_tensor_rows(plan, fold),
         traffic=_traffic_rows(plan),
         edits=_edit_rows(plan),
-        rewrites=tuple(f"{name}: {why}" for name, why in _folded([(r.module, r.reason) for r in plan.rewrites])),
+        rewrites=tuple(f"{name}: {why}" for name, why in _folded(list(forms))),
         notes=plan.notes,
         sequence=_sequence(plan),
     )

@@ -34,7 +34,7 @@ def test_an_equal_model_ends_with_0_and_its_table(function):
 def test_a_hugging_face_folder_is_equal(llama):
     result = verify(llama, "--tp", 2)
     assert result.exit_code == 0, result.output
-    assert "Equal: 8 outputs, 2 losses, " in result.stdout
+    assert "Equal: 16 outputs, 3 losses, " in result.stdout
 
 
 def test_all_prints_every_check():

@@ -127,7 +127,7 @@ class Planner:
         constants = training.constants(path)
         calls = [c for c in self.ax.trace.calls if c.module == path]
         written = [rewrite(self.flow, c, self.nested, why, constants, training.fixed) for c in calls]
-        if len(written) > 1 and len({_shape_of(w) for w in written}) > 1:
+        if any(not same_forward(written[0], other) for other in written[1:]):
             raise UnsupportedError("its calls differ")
         return written[0]
 
@@ -368,6 +368,11 @@ def _is_at(call: Call | None, path: str) -> bool:
 def _position(placed: Placed) -> int:
     assert placed.host is None or isinstance(placed.host.call, Call)
     return placed.host.call.position if placed.host is not None else -1
+
+
+def same_forward(one: Rewrite, other: Rewrite) -> bool:
+    """Whether two do the same, called in the same way."""
+    return _shape_of(one) == _shape_of(other)
 
 
 def _shape_of(written: Rewrite) -> str:

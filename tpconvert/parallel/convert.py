@@ -24,7 +24,7 @@ from tpconvert.parallel.layers import (
 from tpconvert.parallel.mesh import Mesh
 from tpconvert.parallel.random import add_switches
 from tpconvert.parallel.reads import Read, become, chains
-from tpconvert.parallel.rewrite import rewritten_forward
+from tpconvert.parallel.rewrite import rewritten_forms
 from tpconvert.parallel.together import sum_together
 from tpconvert.spec.layout import Layout, local_size
 from tpconvert.spec.plan import Boundary, Edit, Plan, Verdict
@@ -69,9 +69,9 @@ def parallelize(
         boundaries = [b for b in boundaries if b not in left_out]
     boundaries = swap_classes(module, plan, boundaries, mesh, summed, waves)
     graphs: dict[str, GraphModule] = {}
-    for rewrite in plan.rewrites:
-        part_of_module = module.get_submodule(rewrite.module)
-        become(part_of_module, forward=rewritten_forward(part_of_module, rewrite, mesh, graphs))
+    for path in dict.fromkeys(rewrite.module for rewrite in plan.rewrites):
+        forms = [rewrite for rewrite in plan.rewrites if rewrite.module == path]
+        become(module.get_submodule(path), forward=rewritten_forms(module.get_submodule(path), forms, mesh, graphs))
     add_boundaries(module, boundaries, mesh)
     add_switches(module, plan.switches, mesh)
     sum_together(module, mesh)

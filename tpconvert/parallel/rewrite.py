@@ -30,7 +30,7 @@ from __future__ import annotations
 import json
 import operator
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,28 @@ def rewritten_forward(
     graphs[alike] = made.graph
     module.__dict__["_tp_where"] = rewrite.module
     return made
+
+
+class RewrittenForms:
+    """Stands in for a ``forward`` that was recorded in several kinds of calls: the first that a call is of runs."""
+
+    def __init__(self, forms: tuple[RewrittenForward, ...]) -> None:
+        self.forms = forms
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns on this rank; a call of no kind is refused as the first form refuses it."""
+        for form in self.forms:
+            if form.signature.fits(args, kwargs):
+                return form(module, args, kwargs)
+        return self.forms[0](module, args, kwargs)
+
+
+def rewritten_forms(
+    module: nn.Module, rewrites: Sequence[Rewrite], mesh: Mesh, graphs: dict[str, fx.GraphModule] | None = None
+) -> RewrittenForward | RewrittenForms:
+    """As :func:`rewritten_forward`, of all the forms that the plan has for ``module``."""
+    forms = tuple(rewritten_forward(module, rewrite, mesh, graphs) for rewrite in rewrites)
+    return forms[0] if len(forms) == 1 else RewrittenForms(forms)
 
 
 def _but_for_names(rewrite: Rewrite) -> str:

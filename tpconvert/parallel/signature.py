@@ -51,6 +51,17 @@ class Signature:
 
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The call's tensors in the order of ``slots``; PlanError where it is not the recorded kind of call."""
+        found = self.given(args, kwargs)
+        if (other := self.other(found)) is not None:
+            raise self.differs(*other)
+        return [found[leaf] for leaf in self.tensor_leaves]
+
+    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call is of the recorded kind."""
+        return self.other(self.given(args, kwargs)) is None
+
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Every leaf of a call."""
         given: dict[str, Any] = {**self.defaults}
         for i, value in enumerate(args):
             given[self.names[i] if i < len(self.names) else f"args.{i}"] = value
@@ -58,16 +69,20 @@ class Signature:
         found: dict[str, Any] = {}
         for name, value in given.items():
             found |= dict(_leaves(value, name))
+        return found
+
+    def other(self, found: Mapping[str, Any]) -> tuple[str, str] | None:
+        """The first leaf that is not as recorded, and what it is instead."""
         for leaf, value in found.items():
             if isinstance(value, Tensor):
                 if leaf not in self.tensor_leaves:
-                    raise self.differs(leaf, "a tensor")
+                    return leaf, "a tensor"
             elif leaf not in self.leaves or self.leaves[leaf] != value:
-                raise self.differs(leaf, repr(value))
+                return leaf, repr(value)
         for leaf in (*self.tensor_leaves, *self.leaves):
             if leaf not in found:
-                raise self.differs(leaf, "missing")
-        return [found[leaf] for leaf in self.tensor_leaves]
+                return leaf, "missing"
+        return None
 
     def differs(self, leaf: str, value: str) -> PlanError:
         """The error for a call of another kind."""

@@ -1,24 +1,28 @@
-"""Whether a plan made from one trace holds on another: of the same model in training, where it may take another path.
+"""Whether a plan made from one trace holds on another: of the same model in training, or called in another way.
 
-The plan's axes are found again on the other trace, and what they ask for there is compared with what the plan has.
-A module that only the other trace calls brings its own collectives; one that both call must have the same.
+It may take another path there.  The plan's axes are found again on the other trace, and what they ask for there is
+compared with what the plan has.  A module that only the other trace calls brings its own collectives; one that both
+call must have the same.  What either edits is edited for both, which each is proved to run with, and a forward that is
+written anew is written for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tpconvert.analyze.axes import Axes
 from tpconvert.analyze.capture import Trace
 from tpconvert.analyze.choose import Choice
 from tpconvert.analyze.patterns import Classifier, load_patterns
-from tpconvert.analyze.planner import Planner
+from tpconvert.analyze.planner import Planner, same_forward
 from tpconvert.analyze.terms import Term
 from tpconvert.errors import VerifyError
 from tpconvert.planning.reproduce import NotHeldError, reproduce
-from tpconvert.spec.plan import Boundary, Plan
+from tpconvert.spec.layout import local_size
+from tpconvert.spec.plan import Boundary, Edit, Plan, Rewrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,54 +51,94 @@ class AsRecorded:
         return {}
 
 
-def hold(plan: Plan, trace: Trace, other: Trace, rules: Sequence[Path] = ()) -> Held:
-    """``plan``, made from ``trace``, with what modules that only ``other`` calls need as well.
+class NotWrittenError(VerifyError):
+    """A trace asks for a forward to be written anew that the plan leaves as it is."""
 
-    Raises VerifyError where ``other`` asks for another layout, another summed gradient or another collective.
+    def __init__(self, rewrite: Rewrite) -> None:
+        super().__init__(f"The forward of {rewrite.module} would have to be written anew.")
+        self.module, self.why = rewrite.module, rewrite.reason
+
+
+def hold(
+    plan: Plan,
+    trace: Trace,
+    other: Trace,
+    rules: Sequence[Path] = (),
+    evaluation: Callable[[Axes], Any] | None = None,
+) -> Held:
+    """``plan``, made from ``trace``, with what ``other`` needs as well.
+
+    ``other`` is of training, or, where ``evaluation`` is given, of another call in evaluation; that tells of the axes
+    there what training does otherwise.  Raises VerifyError where ``other`` asks for another layout, another summed
+    gradient, another collective or another edit.
     """
     reproduced = reproduce(other, plan, rules)
     choice, ax = reproduced.choice, reproduced.choice.flow.ax
     called, also = {c.module for c in trace.calls}, {c.module for c in other.calls}
     wanted = {r.module: r.reason for r in plan.rewrites if r.module in also}
     planner = Planner(ax, Classifier(ax, load_patterns(rules)), choice, plan.tp)
-    draft = planner.draft(wanted, AsRecorded())
+    draft = planner.draft(wanted, AsRecorded() if evaluation is None else evaluation(ax))
     if draft.forbidden:
         axes = {reproduced.names[a] for a in draft.forbidden}
         raise NotHeldError(next(iter(draft.forbidden.values())), axes)
     found = draft.plan
-    if extra := {r.module for r in found.rewrites} - {r.module for r in plan.rewrites}:
-        raise VerifyError(f"The forward of {min(extra)} would have to be written anew.")
-    both = called & also
+    forms = _forms(plan, found, called, evaluation is not None)
     its = {name: reproduced.names[c.atom] for c, name in planner.names.items()}
-    for had, asked in ((plan.boundaries, found.boundaries), (plan.edits, found.edits)):
-        have, want = ({_unnamed(x): x for x in items if x.module in both} for items in (had, asked))
-        if have.keys() != want.keys():
-            item = min(have.keys() ^ want.keys(), key=repr)
-            axes = {getattr(have[x], "axis", "") for x in have.keys() - want.keys()}
-            axes |= {its.get(getattr(want[x], "axis", ""), "") for x in want.keys() - have.keys()}
-            raise NotHeldError(f"{item.module}: only one of them needs {_what(item)}.", axes - {""})
+    have, want = ({_unnamed(b): b for b in p.boundaries if b.module in called & also} for p in (plan, found))
+    if have.keys() != want.keys():
+        item = min(have.keys() ^ want.keys(), key=repr)
+        axes = {have[b].axis for b in have.keys() - want.keys()}
+        axes |= {its.get(want[b].axis, "") for b in want.keys() - have.keys()}
+        raise NotHeldError(f"{item.module}: only one of them needs a {item.kind} at its {item.side}.", axes - {""})
     new = also - called
 
-    def merged(had: Sequence[Any], asked: Sequence[Any]) -> tuple[Any, ...]:
+    def merged(had: Iterable[Any], asked: Iterable[Any]) -> tuple[Any, ...]:
         """What was only guessed from siblings of such a module gives way to what was found of it."""
         return tuple(x for x in had if x.module not in new) + tuple(x for x in asked if x.module in new)
 
-    drawn = [replace(s, always=False) for s in found.switches]  # as recorded: in training
+    edits = _edits([e for e in plan.edits if e.module not in new], found.edits, plan.tp)
+    drawn = found.switches if evaluation is not None else [replace(s, always=False) for s in found.switches]
     kept = [s for s in plan.switches if s.module not in new]
     known = {replace(s, always=False) for s in kept}
     held = replace(
         plan,
         boundaries=merged(plan.boundaries, found.boundaries),
-        edits=merged(plan.edits, found.edits),
-        switches=tuple(dict.fromkeys((*kept, *(s for s in drawn if s not in known)))),
+        edits=edits,
+        rewrites=forms,
+        switches=tuple(dict.fromkeys((*kept, *(s for s in drawn if replace(s, always=False) not in known)))),
     )
     return Held(held, choice)
 
 
-def _unnamed(item: Any) -> Any:
+def _forms(plan: Plan, found: Plan, called: set[str], both: bool) -> tuple[Rewrite, ...]:
+    """The forwards that are written anew, in the form of each trace where they differ and ``both`` were recorded."""
+    out = list(plan.rewrites)
+    for rewrite in found.rewrites:
+        own = [r for r in plan.rewrites if r.module == rewrite.module]
+        if not own and (rewrite.module in called or not both):
+            raise NotWrittenError(rewrite)
+        if not both or any(same_forward(r, rewrite) for r in own):
+            continue
+        if any(r.signature == rewrite.signature for r in own):
+            raise VerifyError(f"The forward of {rewrite.module} is called alike and takes another path.")
+        out.append(rewrite)
+    return tuple(out)
+
+
+def _edits(had: Iterable[Edit], asked: Iterable[Edit], tp: int) -> tuple[Edit, ...]:
+    """The edits of both, of which each attribute must have one."""
+    out = {(e.module, e.attribute): e for e in had}
+    for edit in asked:
+        mine = out.setdefault((edit.module, edit.attribute), edit)
+        if any(_on_rank(mine, r, tp) != _on_rank(edit, r, tp) for r in range(tp)):
+            raise VerifyError(f"{edit.module}: each of them needs another {edit.attribute}.")
+    return tuple(out.values())
+
+
+def _on_rank(edit: Edit, rank: int, tp: int) -> int:
+    return local_size(edit.blocks, rank, tp) // (local_size(edit.per, rank, tp) if edit.per else 1)
+
+
+def _unnamed(boundary: Boundary) -> Boundary:
     """A boundary without what is for reports alone: another trace may see its axis in another pattern."""
-    return replace(item, axis="", shape=(), dtype="") if isinstance(item, Boundary) else item
-
-
-def _what(item: Any) -> str:
-    return f"a {item.kind} at its {item.side}" if isinstance(item, Boundary) else f"another {item.attribute}"
+    return replace(boundary, axis="", shape=(), dtype="")

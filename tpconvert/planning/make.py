@@ -32,8 +32,9 @@ from tpconvert.analyze.terms import Term
 from tpconvert.analyze.trees import map_tensors
 from tpconvert.errors import PlanError, RuleError, VerifyError
 from tpconvert.parallel.kept import refuse_converted
-from tpconvert.planning.held import hold
+from tpconvert.planning.held import NotWrittenError, hold
 from tpconvert.planning.layers import cut_parameters, whole_layers
+from tpconvert.planning.otherwise import Otherwise
 from tpconvert.planning.proof import Fault, prove_shapes
 from tpconvert.planning.reproduce import NotHeldError
 from tpconvert.planning.slices import sliced_once, with_slices
@@ -101,7 +102,7 @@ class Planning:
         named = named_by(module, overrides)
         self.pinned, self.gathered = named["whole"], named["gathered"] - named["whole"]
         self.trace = captured(module, inputs, load_rules(rules))
-        self.rules = rules
+        self.rules, self.otherwise = rules, Otherwise(rules)
         self.begin(Axes(self.trace, self.trace.rules))
 
     def begin(self, ax: Axes, known: Training | None = None) -> None:
@@ -141,14 +142,37 @@ class Planning:
             if draft.forbidden:
                 self.give_up(draft.forbidden, choice)
                 continue
-            plan = replace(draft.plan, source=self.source)
-            if (both := self.in_both_forms(plan, planner, choice)) is not None:
-                return both
-            faults = prove_shapes(self.module, self.inputs, self.trace, choice, plan)
-            if not faults and (held := self.held_in_training(plan, planner, choice)) is not None:
-                return self.with_slices(held, planner, choice)
-            for fault in faults:
-                self.learn(fault, planner, choice)
+            plan = self.held_otherwise(replace(draft.plan, source=self.source), planner, choice)
+            if plan is not None and (proved := self.proved(plan, planner, choice)) is not None:
+                return proved
+
+    def proved(self, plan: Plan, planner: Planner, choice: Choice) -> Plan | None:
+        """The plan with its sliced form, where it holds; None where something was learnt of why it does not."""
+        both = self.in_both_forms(plan, planner, choice)
+        faults = [] if both is not None else prove_shapes(self.module, self.inputs, self.trace, choice, plan)
+        held = both
+        if not faults and both is None and (held := self.held_in_training(plan, planner, choice)) is None:
+            return None
+        for fault in faults or (self.otherwise.faults(plan, self.training) if choice.chosen else []):
+            self.learn(fault, planner, choice)
+            held = None
+        return self.with_slices(held, planner, choice) if held is not None and both is None else held
+
+    def held_otherwise(self, plan: Plan, planner: Planner, choice: Choice) -> Plan | None:
+        """The plan, with what other calls need; None where something was learnt of what they do elsewhere."""
+        if not choice.chosen or self.tp == 1:
+            return plan
+        try:
+            held = self.otherwise.held(plan, self.training)
+        except NotWrittenError as error:
+            self.learn(Fault(error.module, error.why), planner, choice)
+            return None
+        except VerifyError as error:
+            atoms, seen = _asked_by(error, planner), self.otherwise.at
+            self.give_up_elsewhere(atoms, error.message, seen.differs, seen.way.name, planner, choice)
+            return None
+        notes = [f"not planned {why}" for why in self.otherwise.failures]
+        return replace(held, notes=(*held.notes, *notes))
 
     def held_in_training(self, plan: Plan, planner: Planner, choice: Choice) -> Plan | None:
         """The plan, with what only training needs; None where axes were given up for what training does elsewhere."""
@@ -158,25 +182,27 @@ class Planning:
             return replace(plan, notes=(*plan.notes, f"planned in evaluation alone: {self.training.failure}"))
         if not paths or not choice.chosen:
             return plan
-        atoms: set[Term] = set()
         try:
             held = hold(plan, self.trace, other, self.rules)
             faults = prove_shapes(self.module, self.inputs, other, held.choice, held.plan, training=True)
             if not faults:
                 return held.plan
             why = "; ".join(f"{f.module or 'the model'}: {f.why}" for f in faults)
-            atoms = set().union(*(planner.atoms_inside(f.module) for f in faults))
-        except NotHeldError as error:
-            why = error.message.rstrip(".")
-            atoms = {c.atom for c, name in planner.names.items() if name in error.axes}
+            atoms: set[Term] = set().union(*(planner.atoms_inside(f.module) for f in faults))
         except VerifyError as error:
-            why = error.message.rstrip(".")
-        atoms = atoms or set().union(*map(planner.touching, paths)) or {c.atom for c in choice.chosen}
-        where = next(iter(paths)) or "the model"
-        self.give_up(
-            dict.fromkeys(atoms, f"{where} takes another path in training, where this does not hold: {why}"), choice
-        )
+            atoms, why = _asked_by(error, planner), error.message
+        self.give_up_elsewhere(atoms, why, paths, "in training", planner, choice)
         return None
+
+    def give_up_elsewhere(
+        self, atoms: set[Term], why: str, paths: Sequence[str], how: str, planner: Planner, choice: Choice
+    ) -> None:
+        """Forbid the axes that another path asks something else of: ``atoms``, or all that the modules on it touch."""
+        inner = [path for path in paths if planner.atoms_inside(path)]
+        atoms = atoms or set().union(*map(planner.touching, inner or paths)) or {c.atom for c in choice.chosen}
+        where = (inner or list(paths) or [""])[0] or "the model"
+        why = f"{where} takes another path {how}, where this does not hold: {why.rstrip('.')}"
+        self.give_up(dict.fromkeys(atoms, why), choice)
 
     def in_both_forms(self, plan: Plan, planner: Planner, choice: Choice) -> Plan | None:
         """The plan with its sliced form, where that holds at once; None where the two have to be proved one by one.
@@ -224,6 +250,12 @@ class Planning:
             elif not pattern.uneven and atom.n % self.tp:
                 out[atom] = f"the rules cut {pattern.name} evenly only, and {atom.n} % {self.tp} = {atom.n % self.tp}"
         return out
+
+
+def _asked_by(error: VerifyError, planner: Planner) -> set[Term]:
+    """The chosen axes that an error is about, where it says so."""
+    axes = error.axes if isinstance(error, NotHeldError) else frozenset()
+    return {c.atom for c, name in planner.names.items() if name in axes}
 
 
 MANY = 50_000_000

@@ -6,6 +6,8 @@ out in another shape, or a forward that fails, names the module at fault.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
@@ -15,6 +17,7 @@ from tpconvert.analyze.capture import Call, Inputs, Trace, capture
 from tpconvert.analyze.choose import Choice
 from tpconvert.analyze.copies import copied
 from tpconvert.analyze.shadow import Shadow, needs_shadow
+from tpconvert.analyze.terms import Term
 from tpconvert.errors import RewriteError, SourceError
 from tpconvert.parallel import parallelize
 from tpconvert.parallel.layers import RowParallelLinear
@@ -33,15 +36,22 @@ class Fault:
 
 
 def prove_shapes(
-    module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice, plan: Plan, training: bool = False
+    module: nn.Module,
+    inputs: Inputs,
+    trace: Trace,
+    choice: Choice,
+    plan: Plan,
+    training: bool = False,
+    among: Set[Term] | None = None,
 ) -> list[Fault]:
     """The modules at fault, none when the plan holds; its sliced form where the flow of ``choice`` has slices.
 
-    Ranks differ only where something is dealt unevenly, so the first and the last stand for all.
+    Ranks differ only where something is dealt unevenly, so the first and the last stand for all; ``among`` are the
+    axes in question, where not all are.
     """
     if not choice.chosen or plan.tp == 1:  # on one rank nothing is converted
         return []
-    ranks = sorted({0, plan.tp - 1}) if _uneven(choice, plan.tp) else [0]
+    ranks = sorted({0, plan.tp - 1}) if _uneven(choice, plan.tp, among) else [0]
     for rank in ranks:
         faults = _prove_rank(module, inputs, trace, choice, plan, rank, training)
         if faults:
@@ -49,8 +59,9 @@ def prove_shapes(
     return []
 
 
-def _uneven(choice: Choice, tp: int) -> bool:
-    return any(choice.deal.size(c.atom, 0) != choice.deal.size(c.atom, tp - 1) for c in choice.chosen)
+def _uneven(choice: Choice, tp: int, among: Set[Term] | None) -> bool:
+    asked = [c for c in choice.chosen if among is None or among & {c.atom, *c.inner}]
+    return any(choice.deal.size(c.atom, 0) != choice.deal.size(c.atom, tp - 1) for c in asked)
 
 
 def _prove_rank(
@@ -87,9 +98,7 @@ def _compare(
         for nodes, others in zip(calls, have.get(path, ()), strict=False):
             if choice.flow.sliced_dims and _parts_by_values(nodes, others, by_data):
                 continue  # as it may without slices, where this was looked at
-            at = iter(others)
-            for node in nodes:
-                other = next((o for o in at if o.meta["op"] == node.meta["op"]), None)
+            for node, other in _counterparts(nodes, others):
                 if other is None:
                     if not _by_values(node, by_data):  # else data took another path, and the values proof decides
                         faults.setdefault(
@@ -97,6 +106,7 @@ def _compare(
                         )
                     break
                 why = _differs(node, other, choice, rank, by_data) or _reads_differ(node, other, choice, rank, by_data)
+                why = why or _left_out_differs(node, other, choice, rank)
                 if why is not None:
                     faults.setdefault(path, Fault(path, why))
                     break
@@ -109,6 +119,45 @@ def _compare(
                 faults.setdefault(call.module, Fault(call.module, why))
     inner = {p for p in faults if not any(q != p and q.startswith(f"{p}.") for q in faults)}
     return [faults[p] for p in faults if p in inner]
+
+
+def _counterparts(nodes: list[fx.Node], others: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node | None]]:
+    """Each op with the one that the rank ran for it.
+
+    A rank may leave out what keeps its entries as they are, as repeating them once does: of two paths that are alike
+    but for such ops, the others are compared.
+    """
+    mine, theirs = ([n for n in side if not _keeps(n)] for side in (nodes, others))
+    if len(others) < len(nodes) and [n.meta["op"] for n in mine] == [n.meta["op"] for n in theirs]:
+        yield from zip(mine, theirs, strict=True)
+        return
+    at = iter(others)
+    for node in nodes:
+        other = next((o for o in at if o.meta["op"] == node.meta["op"]), None)
+        yield node, other
+        if other is None:
+            return
+
+
+def _keeps(node: fx.Node) -> bool:
+    """Whether an op gives the entries that it is given in the order in which they were, where it makes no more."""
+    if node.meta["op"] == "__getitem__":
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return all(i is None or i is ... or i == slice(None) for i in index)
+    return node.meta["op"] in ("unsqueeze", "expand", "reshape", "view", "contiguous", "alias")
+
+
+def _left_out_differs(node: fx.Node, other: fx.Node, choice: Choice, rank: int) -> str | None:
+    """How what an op is given differs in size, where the rank may have left out what made it."""
+    mine, theirs = node.all_input_nodes, other.all_input_nodes
+    for given, here in zip(mine, theirs, strict=False):
+        if not _keeps(given) or _keeps(here) or len(mine) != len(theirs) or is_many(choice.flow.ax.dims[given]):
+            continue
+        dims = choice.flow.ax.of(given)
+        want = math.prod(choice.deal.size(t, rank) if given in choice.flow.cut else t.n for t in dims)
+        if (have := math.prod(here.meta["shape"])) != want:
+            return f"{node.meta['op']} is given {have} entries on rank {rank} where the plan needs {want}"
+    return None
 
 
 def _gathered_around(choice: Choice, node: fx.Node, call: Call) -> bool:

@@ -100,12 +100,12 @@ class Training:
         Where layers are left out at random, the path that has most of them stands for all: a layer that is not called
         asks for nothing.
         """
-        found = self._captured(self.inputs, training=True)
+        found = self.captured(self.inputs, training=True)
         called = {c.module for c in self.trace.calls}
         for drawn in ENDS:
             if not isinstance(found, Trace) or called <= {c.module for c in found.calls}:
                 break
-            again = self._captured(self.inputs, training=True, drawn=drawn)
+            again = self.captured(self.inputs, training=True, drawn=drawn)
             if isinstance(again, Trace) and len(again.calls) > len(found.calls):
                 found = again
         self.failure = "" if isinstance(found, Trace) else found
@@ -127,7 +127,7 @@ class Training:
         last: Trace | str = ""
         for dtype in other_dtypes(self.module):
             drawn = None if self.other is None else self.other.drawn
-            last = self._captured(floats_as(self.inputs, dtype), training=True, dtype=dtype, drawn=drawn)
+            last = self.captured(floats_as(self.inputs, dtype), training=True, dtype=dtype, drawn=drawn)
             if isinstance(last, Trace):
                 break
         return [Calls(t) if isinstance(t, Trace) else None for t in (self.other, last)]
@@ -138,13 +138,13 @@ class Training:
         others = OtherSizes(self.ax, self.inputs)
         found, left = [], {find(t) for t in others.free.values()}
         for inputs, changed in others:
-            trace = self._captured(inputs, training=False) if changed & left else ""
+            trace = self.captured(inputs, training=False) if changed & left else ""
             if isinstance(trace, Trace):
                 found.append(Calls(trace))
                 left -= changed
         return found, left
 
-    def _captured(
+    def captured(
         self, inputs: Inputs, training: bool, dtype: torch.dtype | None = None, drawn: float | None = None
     ) -> Trace | str:
         """A capture of a copy, or why the forward fails."""

@@ -162,7 +162,10 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """A module whose forward is replaced by its recorded graph, where a size or a collective fits no other way."""
+    """A module whose forward is replaced by its recorded graph, where a size or a collective fits no other way.
+
+    A module has one for each kind of call that takes a path of its own, which their signatures tell apart.
+    """
 
     module: str
     reason: str

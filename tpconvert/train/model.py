@@ -185,11 +185,12 @@ def packing_of(module: nn.Module, call: Call, mesh: Mesh, config: Config) -> Pac
 
 
 def call_of_padded(module: nn.Module, call: Call, mesh: Mesh, config: Config) -> Call:
-    """How to call a module with padded sequences: with a mask, or without one where that is shown to be needless.
+    """How to call a module with padded sequences: with a mask if it takes one.
 
-    The plan may know nothing of masks, so it is tried: ranks may have slices of a sequence, or the forward another way
-    for what is masked.
+    That is tried, for a plan may have been made without.  Ranks with slices of a sequence must show that padding is
+    left out, and may do without a mask where it is.
     """
+    sliced = config.parallelism.sequence_parallel
 
     def outputs(way: Call, batch: Batch) -> Tensor:
         with lowered(mesh, config.training.precision):
@@ -197,16 +198,20 @@ def call_of_padded(module: nn.Module, call: Call, mesh: Mesh, config: Config) ->
 
     off = _ROUNDED if config.training.precision in AUTOCAST else _EXACT
     trial = Trial(call.words, config.training.seq_len, next(module.parameters()).dtype, off)
-    for way in dict.fromkeys([call.mask, None]):
+    for way in dict.fromkeys([call.mask, None] if sliced else [call.mask]):
         chosen = replace(call, mask=way)
-        shown = config.parallelism.sequence_parallel or (way is None and call.mask is not None)
-        if is_padding_left_out(module, functools.partial(outputs, chosen), trial, mesh, shown=shown):
+        if is_padding_left_out(module, functools.partial(outputs, chosen), trial, mesh, shown=sliced):
             return chosen
-    sliced = ", with slices of a sequence," if config.parallelism.sequence_parallel else ""
+    if sliced:
+        raise ConfigError(
+            "Sequences are padded, and it cannot be shown that this model leaves padding out with slices of a "
+            f"sequence at tp={mesh.degree}.",
+            hint="Set parallelism.sequence_parallel: false, or train on packed documents (data.pack).",
+        )
     raise ConfigError(
-        f"Sequences are padded, and it cannot be shown that this model leaves padding out at tp={mesh.degree}{sliced} "
-        "since it was planned without attention_mask.",
-        hint="Set parallelism.sequence_parallel: false, a smaller tp, or train on packed documents (data.pack).",
+        f"Sequences are padded, and this model cannot be run with {call.mask} at tp={mesh.degree}: its plan was made "
+        "without.",
+        hint="Shard it again, or train on packed documents (data.pack).",
     )
 
 

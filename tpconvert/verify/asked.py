@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,6 @@ from tpconvert.planning.held import AsRecorded
 from tpconvert.planning.reproduce import Reproduced
 from tpconvert.planning.training import Training
 from tpconvert.spec.plan import Boundary, Edit, Plan
-from tpconvert.spec.sliced import sliced_form
 from tpconvert.verify.result import Check
 from tpconvert.verify.values import UNEQUAL
 
@@ -30,30 +30,52 @@ def sliced_flow(flow: Flow, plan: Plan) -> Flow:
     return sliced
 
 
-def compare_asked(
-    module: nn.Module, inputs: Inputs, trace: Trace, found: Reproduced, plan: Plan, sliced: Flow | None = None
-) -> list[Check]:
-    """One check for each boundary and each edit that the plan has or the graph asks for; ``sliced`` is for that form.
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """What one recorded graph asks for."""
 
-    Modules that were not called, such as experts without a token, say nothing.
-    """
+    mode: str
+    called: set[str]
+    boundaries: tuple[Boundary, ...]
+    edits: tuple[Edit, ...]
+
+
+def asked(
+    module: nn.Module,
+    inputs: Inputs,
+    trace: Trace,
+    found: Reproduced,
+    plan: Plan,
+    sliced: Flow | None = None,
+    mode: str = "eval",
+) -> Asked:
+    """What the graph asks for of the plan; ``sliced`` is for that form."""
     ax = found.choice.flow.ax
     planner = Planner(ax, Classifier(ax, load_patterns(())), found.choice, plan.tp)
-    asked = planner.draft({r.module: r.reason for r in plan.rewrites}, Training(module, inputs, ax)).plan
+    draft = planner.draft({r.module: r.reason for r in plan.rewrites}, Training(module, inputs, ax)).plan
     if sliced is not None:
-        plan, (asked, _) = sliced_form(plan), planner.sliced(sliced, AsRecorded())
-    called = {call.module for call in trace.calls}
-    return [
-        *_compared("boundary", plan.boundaries, asked.boundaries, called),
-        *_compared("edit", plan.edits, asked.edits, called),
-    ]
+        draft, _ = planner.sliced(sliced, AsRecorded())
+    return Asked(mode, {call.module for call in trace.calls}, draft.boundaries, draft.edits)
 
 
-def _compared(kind: str, have: Iterable[Any], asked: Iterable[Any], called: set[str]) -> Iterator[Check]:
+def compare_asked(plan: Plan, graphs: Sequence[Asked]) -> Iterator[Check]:
+    """One check for each boundary and each edit that the plan has or a graph asks for.
+
+    An edit is for all calls, though not all may ask for it.  Modules that were not called, such as experts without a
+    token, say nothing.
+    """
+    for graph in graphs:
+        yield from _compared("boundary", plan.boundaries, graph.boundaries, graph.called, graph.mode)
+    edits = [edit for graph in graphs for edit in graph.edits]
+    called = {module for graph in graphs for module in graph.called}
+    yield from _compared("edit", plan.edits, edits, called, graphs[0].mode)
+
+
+def _compared(kind: str, have: Iterable[Any], asked: Iterable[Any], called: set[str], mode: str) -> Iterator[Check]:
     mine, theirs = ({_key(item): item for item in items if item.module in called} for items in (have, asked))
     for key, item in (mine | theirs).items():
         error = 0.0 if key in mine and key in theirs else UNEQUAL
-        yield Check(kind, _name(item), error, 0.0, "eval")
+        yield Check(kind, _name(item), error, 0.0, mode)
 
 
 def _key(item: Boundary | Edit) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from tpconvert.analyze.copies import copied
 from tpconvert.analyze.entering import Entered
 from tpconvert.analyze.trees import map_tensors
 from tpconvert.checkpoint.pieces import gather_pieces, take_pieces
-from tpconvert.errors import NotRunError, PlanError, TPConvertError, VerifyError
+from tpconvert.errors import NotRunError, TPConvertError, VerifyError
 from tpconvert.parallel import Mesh, clip_grad_norm_, parallelize
 from tpconvert.parallel.collectives import summed
 from tpconvert.planning.slices import divided
@@ -28,8 +28,8 @@ from tpconvert.verify.lastbits import measured, nudge, restore, state, widened
 from tpconvert.verify.modes import Exact, Widened, call, loss_of, perturb, takes_gradients, tensors_of
 from tpconvert.verify.recording import Record, Recording
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
-from tpconvert.verify.sizes import other_size
 from tpconvert.verify.values import UNEQUAL, form, largest, relative
+from tpconvert.verify.ways import compare_other_size, compare_ways
 
 STEPS, RATE, SEED = 2, 1e-2, 0
 LOOSE = 1e-5
@@ -64,7 +64,7 @@ def compare_on_rank(
     if disturb is not None:
         disturb(local, mesh)
     fit = (lambda given: divided(given, plan)) if sequence_parallel else None
-    pair = _Pair(whole, local, inputs, plan, mesh, tolerance, fit)
+    pair = Pair(whole, local, inputs, plan, mesh, tolerance, fit)
     pair.run_modes()
     pair.run_steps()
     pair.run_dropout()
@@ -76,7 +76,7 @@ def compare_on_rank(
         whole.zero_grad(set_to_none=True)
         other = copied(whole)
         nudge(other, draw)
-        alone = _Pair(whole, other, inputs, plan, Mesh(0, 1, None, mesh.device), tolerance, fit)
+        alone = Pair(whole, other, inputs, plan, Mesh(0, 1, None, mesh.device), tolerance, fit)
         alone.run_modes()
         alone.run_steps()
         return alone.checks
@@ -86,7 +86,7 @@ def compare_on_rank(
     return Result(tuple(checks), tolerance, parted, (*pair.notes, *measured(checks, (c.bound for c in pair.checks))))
 
 
-class _Pair:
+class Pair:
     """The two models, and what was found."""
 
     def __init__(
@@ -111,6 +111,7 @@ class _Pair:
         self.drops = False
 
     def add(self, kind: str, name: str, error: float, mode: str, bound: float | None = None) -> None:
+        """One check."""
         self.checks.append(Check(kind, name, error, self.bound if bound is None else bound, mode))
 
     def run(self, module: nn.Module, inputs: Any = None) -> Any:
@@ -137,14 +138,10 @@ class _Pair:
             module.eval()
         with torch.no_grad():
             self.outputs(*self.run_plain(), "no grad", bound=max(self.bound, LOOSE))
-        self.run_other_size()
+        compare_other_size(self)
+        compare_ways(self)
         for mode in ("eval", "train"):
-            buffers = [{n: b.clone() for n, b in m.named_buffers()} for m in (self.whole, self.local)]
             self.run_mode(mode)
-            with torch.no_grad():  # running statistics moved in train mode
-                for module, kept in zip((self.whole, self.local), buffers, strict=True):
-                    for n, b in module.named_buffers():
-                        b.copy_(kept[n])
 
     @contextmanager
     def exact(self) -> Iterator[Exact]:
@@ -180,34 +177,20 @@ class _Pair:
                 local = self.run(self.local)
         return whole, local
 
-    def run_other_size(self) -> None:
-        """Outputs for fewer rows and a shorter sequence than the plan was made with, where the model takes them."""
-        smaller = other_size(self.inputs)
-        smaller = None if smaller is None else self.fit(smaller)
-        if smaller is None:
-            return
-        kept, self.inputs = self.inputs, smaller
-        try:
-            with torch.no_grad(), self.exact(), (decisions := Decisions(self.dtype)).of(True):
-                try:
-                    whole = self.run(self.whole)
-                except Exception as error:
-                    self.note(
-                        f"Another batch size and length were not tried: the model does not take them ({told(error)})."
-                    )
-                    return
-            with torch.no_grad(), self.exact(), decisions.of(False):
-                try:
-                    local = self.run(self.local)
-                except PlanError as error:
-                    self.note(f"Another batch size and length were not tried: the plan refuses them ({error.message})")
-                    return
-                self.outputs(whole, local, "other size")
-        finally:
-            self.inputs = kept
+    def run_mode(self, mode: str, way: str = "") -> None:
+        """Outputs, loss and gradients in one mode, without dropout; but its rates must be the same.
 
-    def run_mode(self, mode: str) -> None:
-        """Outputs, loss and gradients in one mode, without dropout; but its rates must be the same."""
+        ``way`` is another way in which the models are called.
+        """
+        buffers = [{n: b.clone() for n, b in m.named_buffers()} for m in (self.whole, self.local)]
+        self.run_and_differentiate(mode, way or mode)
+        with torch.no_grad():  # running statistics moved in train mode
+            for module, kept in zip((self.whole, self.local), buffers, strict=True):
+                for n, b in module.named_buffers():
+                    b.copy_(kept[n])
+
+    def run_and_differentiate(self, mode: str, named: str) -> None:
+        """Forward and backward of both."""
         runs = []
         records: list[Record] = [{}, {}]
         takes = takes_gradients(copied(self.whole), self.inputs, self.dtype, mode == "train")  # it may keep what it saw
@@ -219,11 +202,11 @@ class _Pair:
                 output = self.run(module, given.tree)
                 runs.append((output, self.loss(module, output), running.rates))
         (whole, whole_loss, rates), (local, local_loss, local_rates) = runs
-        self.outputs(whole, local, mode)
-        self.add("loss", "loss", relative(local_loss, whole_loss), mode)
+        self.outputs(whole, local, named)
+        self.add("loss", "loss", relative(local_loss, whole_loss), named)
         self.drops = bool(self.over_ranks(max(*rates, *local_rates, 0.0, 0.0)))
         if rates or local_rates:
-            self.add("dropout rates", "every dropout", self.over_ranks(0.0 if rates == local_rates else UNEQUAL), mode)
+            self.add("dropout rates", "every dropout", self.over_ranks(0.0 if rates == local_rates else UNEQUAL), named)
         self.part(records)
         with self.exact():
             try:
@@ -234,8 +217,8 @@ class _Pair:
                 self.note(f"The whole model has no gradients in {mode} mode ({told(error)}).")
                 return
             local_loss.backward()
-        self.gradients(mode)
-        self.input_gradients(mode, *entered)
+        self.gradients(named)
+        self.input_gradients(named, *entered)
 
     def loss(self, module: nn.Module, output: Any) -> Tensor:
         """A number in which every output counts."""
@@ -367,6 +350,7 @@ class _Pair:
         return any(path != m and (not m or path.startswith(f"{m}.")) for m in summing)
 
     def note(self, text: str) -> None:
+        """Say something, once."""
         if text not in self.notes:
             self.notes.append(text)
 

@@ -47,7 +47,7 @@ class Check:
     error: float
     bound: float
     mode: str = ""
-    """``eval``, ``train``, ``no grad``."""
+    """``eval``, ``train``, ``no grad``, ``other size``; or another way to call the model, ``with attention_mask``."""
 
     @property
     def equal(self) -> bool:

@@ -12,19 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tpconvert.analyze.capture import capture
-from tpconvert.analyze.rules import load_rules
 from tpconvert.checkpoint import load_rank, read_manifest
 from tpconvert.checkpoint.pieces import same_bytes, take_pieces
 from tpconvert.errors import NotRunError, VerifyError
 from tpconvert.planning.make import eval_mode
-from tpconvert.planning.reproduce import reproduce
 from tpconvert.source import Source
 from tpconvert.spec.plan import Plan
 from tpconvert.spec.sliced import sliced_form
-from tpconvert.verify.asked import compare_asked, sliced_flow
+from tpconvert.verify.asked import compare_asked
 from tpconvert.verify.dtypes import dtype_of, precision
-from tpconvert.verify.lastbits import checked, measured
+from tpconvert.verify.lastbits import measured
+from tpconvert.verify.lockstep import Lockstep
 from tpconvert.verify.modes import Exact, perturb
 from tpconvert.verify.ranks import LIMIT, How, Work, start_ranks
 from tpconvert.verify.result import BYTES, Check, Result
@@ -131,15 +129,15 @@ def emulate_module(
     """
     perturb(module, seed)
     tolerance, inputs = precision(module, inputs)
+    lockstep = Lockstep(module, plan, [Path(r) for r in rules], tolerance, sequence_parallel)
     with eval_mode(module), Exact(dtype_of(tolerance)):
-        trace = capture(module, inputs, values=True, rules=load_rules([Path(r) for r in rules]))
-        found = reproduce(trace, plan, [Path(r) for r in rules])
-        sliced = sliced_flow(found.choice.flow, plan) if sequence_parallel else None
-        emulation = found.emulate(sliced, tolerance.floor)
-        checks = compare_asked(module, inputs, trace, found, plan, sliced)
-        ops, parted = checked(emulation, found.choice.flow.ax, tolerance)
-    notes = measured(ops, [tolerance.bound] * len(ops))
-    return Result((*checks, *ops), tolerance, parted, (*emulation.notes, *notes))
+        lockstep.run(inputs)
+        if not sequence_parallel:
+            lockstep.run_other(inputs)
+    form = sliced_form(plan) if sequence_parallel else plan
+    notes = measured(lockstep.ops, [tolerance.bound] * len(lockstep.ops))
+    checks = (*compare_asked(form, lockstep.asked), *lockstep.ops)
+    return Result(checks, tolerance, lockstep.parted, (*lockstep.notes, *notes))
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------
