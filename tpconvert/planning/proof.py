@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import Tensor, fx, nn
 
@@ -98,15 +99,14 @@ def _compare(
         for nodes, others in zip(calls, have.get(path, ()), strict=False):
             if choice.flow.sliced_dims and _parts_by_values(nodes, others, by_data):
                 continue  # as it may without slices, where this was looked at
-            for node, other in _counterparts(nodes, others):
+            for node, other in _counterparts(nodes, others, by_data):
                 if other is None:
-                    if not _by_values(node, by_data):  # else data took another path, and the values proof decides
-                        faults.setdefault(
-                            path, Fault(path, f"on rank {rank} it takes another path, without {node.meta['op']}")
-                        )
+                    missing = f"on rank {rank} it takes another path, without {node.meta['op']}"
+                    faults.setdefault(path, Fault(path, missing))
                     break
                 why = _differs(node, other, choice, rank, by_data) or _reads_differ(node, other, choice, rank, by_data)
-                why = why or _left_out_differs(node, other, choice, rank)
+                if why is None and len(others) < len(nodes):
+                    why = _left_out_differs(node, other, choice, rank)
                 if why is not None:
                     faults.setdefault(path, Fault(path, why))
                     break
@@ -121,13 +121,18 @@ def _compare(
     return [faults[p] for p in faults if p in inner]
 
 
-def _counterparts(nodes: list[fx.Node], others: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node | None]]:
+def _counterparts(
+    nodes: list[fx.Node], others: list[fx.Node], by_data: set[fx.Node]
+) -> Iterator[tuple[fx.Node, fx.Node | None]]:
     """Each op with the one that the rank ran for it.
 
     A rank may leave out what keeps its entries as they are, as repeating them once does: of two paths that are alike
-    but for such ops, the others are compared.
+    but for such ops, the others are compared.  Where data takes another path, the values proof decides.
     """
     mine, theirs = ([n for n in side if not _keeps(n)] for side in (nodes, others))
+    if _parts_by_values(nodes, others, by_data):  # from where they part they are not the same ops
+        yield from takewhile(lambda pair: pair[0].meta["op"] == pair[1].meta["op"], zip(nodes, others, strict=False))
+        return
     if len(others) < len(nodes) and [n.meta["op"] for n in mine] == [n.meta["op"] for n in theirs]:
         yield from zip(mine, theirs, strict=True)
         return
@@ -151,7 +156,8 @@ def _left_out_differs(node: fx.Node, other: fx.Node, choice: Choice, rank: int) 
     """How what an op is given differs in size, where the rank may have left out what made it."""
     mine, theirs = node.all_input_nodes, other.all_input_nodes
     for given, here in zip(mine, theirs, strict=False):
-        if not _keeps(given) or _keeps(here) or len(mine) != len(theirs) or is_many(choice.flow.ax.dims[given]):
+        made_elsewhere = not _keeps(given) or _keeps(here) or given in choice.flow.sliced_dims
+        if made_elsewhere or len(mine) != len(theirs) or is_many(choice.flow.ax.dims[given]):
             continue
         dims = choice.flow.ax.of(given)
         want = math.prod(choice.deal.size(t, rank) if given in choice.flow.cut else t.n for t in dims)
