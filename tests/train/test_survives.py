@@ -13,7 +13,7 @@ from tests.train.test_state import alone, contents, resuming
 from tests.train.tiny import make_folder
 from tpconvert.errors import CheckpointError, ConfigError, TrainError
 from tpconvert.train import save, state, watch
-from tpconvert.train.launch import _config
+from tpconvert.train.launch import _config, going_on
 from tpconvert.train.loop import train
 from tpconvert.train.memory import GIB, Held, ways_out
 from tpconvert.train.watch import Beats
@@ -98,15 +98,14 @@ def test_what_is_written_is_what_was_there_when_the_save_began(tmp_path: Path, m
     assert contents(tmp_path / "run" / "step-2") == contents(tmp_path / "whole" / "step-2")
 
 
-def test_torchrun_starting_again_goes_on_from_what_the_run_left(tmp_path: Path, monkeypatch):
+def test_torchrun_starting_again_goes_on_from_what_the_run_left(tmp_path: Path):
     config, file = settings(tmp_path, steps=1), tmp_path / "c.yaml"
     file.write_text(config.to_yaml())
-    assert _config(file, [], None, tmp_path / "run").checkpoint.resume == "none"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert _config(file, [], None, tmp_path / "run").checkpoint.resume == "none"  # nothing was left
+    fresh = _config(file, [], None)
+    assert going_on(fresh, tmp_path / "run").checkpoint.resume == fresh.checkpoint.resume == "none"  # nothing was left
     alone(make_folder(tmp_path / "model", 1), config, tmp_path / "run")
-    assert _config(file, [], None, tmp_path / "run").checkpoint.resume == "auto"
-    assert _config(file, [], str(tmp_path / "run/step-1"), tmp_path / "run").checkpoint.resume == "auto"
+    assert going_on(fresh, tmp_path / "run").checkpoint.resume == "auto"
+    assert going_on(_config(file, [], str(tmp_path / "run/step-1")), tmp_path / "run").checkpoint.resume == "auto"
 
 
 def test_going_back_to_an_earlier_step_does_not_mix_two_runs(tmp_path: Path):

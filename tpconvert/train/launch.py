@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tpconvert.errors import ConfigError, TPConvertError, TrainError
+from tpconvert.train.meeting import meet
 from tpconvert.train.watch import PATIENCE, Watch
 
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""How often this machine has started its ranks again; another's may count otherwise."""
 _QUIET = {"KINETO_LOG_LEVEL": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """What torch would else say: of each start and stop of its profiler, and for pages of a store that is gone."""
 
@@ -33,7 +36,7 @@ def main(
         os.environ.setdefault(name, level)
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        config = _config(config_path, overrides, resume, output or folder)
+        config = _config(config_path, overrides, resume)
         degree = _degree(folder)
         rank, world = _world(degree, folder)
     except TPConvertError as error:
@@ -42,20 +45,34 @@ def main(
         else:
             time.sleep(PATIENCE)  # torchrun ends all ranks when one exits: let the one that speaks be that one
         return error.exit_code
+    store = _store(rank, world)
+    try:
+        name, again = meet(_within(store, "meeting"), rank, world, os.environ.get(_RESTARTS, "0") != "0")
+    except TPConvertError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    config = going_on(config, output or folder) if again else config
     if rank == 0:
         print(f"# {config_path}, with defaults and overrides\n{config.to_yaml()}", flush=True)
-    return _run(folder, config, degree, (rank, world, parent), output or folder, trust_remote_code)
+    place = _within(store, name), (rank, world, parent)
+    return _run(folder, config, degree, place, output or folder, trust_remote_code)
 
 
-def _config(path: Path, overrides: Sequence[str], resume: str | None, output: Path) -> Any:
+def _config(path: Path, overrides: Sequence[str], resume: str | None) -> Any:
     from tpconvert.train.config import load_config
-    from tpconvert.train.state import complete_steps
 
     if resume and "=" in resume:  # --resume without a value, before an override
         overrides, resume = [resume, *overrides], "auto"
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and complete_steps(output):
-        resume = "auto"  # torchrun has started this run again; what it left is what to go on from
     return load_config(path, [*overrides, *([f"checkpoint.resume={resume}"] if resume else [])])
+
+
+def going_on(config: Any, output: Path) -> Any:
+    """The configuration of a run that torchrun has started again: what it left is what to go on from."""
+    from tpconvert.train.state import complete_steps
+
+    if not complete_steps(output):
+        return config
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
 
 
 def _degree(folder: Path) -> int:
@@ -83,7 +100,12 @@ def _world(degree: int, folder: Path) -> tuple[int, int]:
 
 
 def _run(
-    folder: Path, config: Any, degree: int, place: tuple[int, int, int | None], output: Path, trust_remote_code: bool
+    folder: Path,
+    config: Any,
+    degree: int,
+    place: tuple[Any, tuple[int, int, int | None]],
+    output: Path,
+    trust_remote_code: bool,
 ) -> int:
     import torch
     import torch.distributed as dist
@@ -93,8 +115,7 @@ def _run(
     from tpconvert.train.ranks import gathered, together
     from tpconvert.train.state import claim
 
-    rank, world, parent = place
-    store = dist.PrefixStore(f"tpconvert/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(rank, world))
+    store, (rank, world, parent) = place
     watch = Watch(store.clone(), rank, world, parent)
     try:
         device = _device(torch)
@@ -133,6 +154,13 @@ def _store(rank: int, world: int) -> Any:
 
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(minutes=10)))
     return store
+
+
+def _within(store: Any, name: str) -> Any:
+    """A part of the store."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(f"tpconvert/{name}", store)
 
 
 def _device(torch: Any) -> Any:
