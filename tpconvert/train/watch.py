@@ -69,8 +69,6 @@ class Watch:
     def __init__(self, store: Any, rank: int, world: int, parent: int | None = None) -> None:
         self._store, self._signal, self._done, self._wrong = store, 0, False, False
         self._parent = parent
-        self.orphan = ""
-        """Where this rank is, if the process that started it is gone and nobody is left to end it."""
         self._beats = Beats(store, rank, world)
         self._beats.beat()  # so that a rank which ends within its first second is missed too
         self._read, self._write = os.pipe()
@@ -80,6 +78,11 @@ class Watch:
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+
+    @property
+    def orphan(self) -> str:
+        """Where this rank is, if the process that started it is gone and nobody is left to end it."""
+        return socket.gethostname() if self._parent is not None and os.getppid() != self._parent else ""
 
     def signalled(self) -> bool:
         """Whether this rank was told to stop."""
@@ -139,8 +142,8 @@ class Watch:
                 if self._done:
                     return
                 time.sleep(max(until - time.monotonic(), 0.0))  # a beat a second, however many signals come
-            if self._parent is not None and os.getppid() != self._parent:
-                self.orphan, self._signal = socket.gethostname(), self._signal or signal.SIGTERM
+            if self.orphan:
+                self._signal = self._signal or signal.SIGTERM
             since += self._signal != 0
             try:
                 self._beats.beat()
