@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 SECONDS, MEMORY = 60, 6 << 30
-PATIENCE = 10
+PATIENCE = 60
 """How many times longer than it computes a process may take, where others compute beside it."""
-RANKS_LIMIT = 40.0
-"""Seconds that real ranks have for one model."""
+RANKS_LIMIT = 60.0
+"""Seconds that real ranks have for one model, on a machine that does nothing else."""
 
 
 def main() -> None:
@@ -185,6 +185,11 @@ def _child(name: str, writing: int, keep: Path | None, degrees: tuple[int, ...])
         os._exit(0)
 
 
+def patience() -> float:
+    """How many times longer than alone a process takes now, as far as the machine's load tells."""
+    return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), PATIENCE)
+
+
 def on_ranks(pool: Any, keep: Path) -> dict[str, Any]:
     """What real ranks find: outputs, losses, gradients, steps, in eval and train mode."""
     from benchmarks.zoo.ranks import compare
@@ -192,7 +197,7 @@ def on_ranks(pool: Any, keep: Path) -> dict[str, Any]:
 
     start = time.monotonic()
     try:
-        found = pool.run(compare, 2, str(keep), timeout=RANKS_LIMIT)[0]
+        found = pool.run(compare, 2, str(keep), timeout=RANKS_LIMIT * patience())[0]
     except RankFailedError as error:
         found = {"outcome": "crashed", "why": str(error).strip().splitlines()[-1][:300]}
     return found | {"seconds": round(time.monotonic() - start, 1)}

@@ -26,6 +26,7 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     """
     from benchmarks.zoo import facts
     from benchmarks.zoo.build import NotBuiltError, build
+    from benchmarks.zoo.named import never_named
     from benchmarks.zoo.reach import untouched
     from tpconvert.analyze.copies import copied
     from tpconvert.errors import TPConvertError
@@ -60,7 +61,9 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     linear_ones = [v for v in plan.verdicts if v.name in linear and not v.tied_to]
     reached = [v for v in linear_ones if facts.UNUSED not in v.reason]
     found = {"linear_cut": _share(linear_ones), "linear_cut_reached": _share(reached)}
-    tell(_of_plan(plan) | found | {"linear_whole": _left_whole(linear_ones)})
+    unused = {v.name for v in linear_ones if facts.UNUSED in v.reason}
+    never = sorted({folded(name) for name in never_named(module, unused)})
+    tell(_of_plan(plan) | found | {"linear_whole": _left_whole(linear_ones), "linear_never": never})
     tell(facts.agreement(module, plan))
     tell({"linear_cut_default": _share_by_default(module, inputs, linear)})
     tell({"plan_s": round(time.monotonic() - start, 1), "stage": "emulate"})

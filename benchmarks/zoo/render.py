@@ -36,6 +36,8 @@ it is the class's own code that runs.  `by` in `coverage.jsonl` says how much sm
   and expert layers, which are most of a large model.  Small models have proportionally more embeddings and norms.
   Plans were made with `--set '*=gathered'`: layers that no axis runs through are cut along their columns, and what they
   return is put together at once, where that pays.  What a plan without options cuts stands in the table of goals.
+- **of reached %**: the same share of the weights that the traced forward uses.  Of the others, those that no forward
+  can use are listed below: a checkpoint holds them for `generate()` alone.
 - **as transformers**: of the Linear weights that transformers' own tp plan of the class cuts, how many are cut along
   the same dim.  Empty: transformers has no plan for it.
 - **unreached**: parameters that no output depends on with the inputs that were found.  They are planned, and nothing
@@ -86,7 +88,7 @@ def render(source: Path, folder: Path, known: Sequence[str] = (), limits: str = 
         *_whole(found),
         *_theirs(found),
     ]
-    sections += [*_export(found), *_unreached(found), *_table(found), ""]
+    sections += [*_export(found), *_unreached(found), *_never(found), *_table(found), ""]
     (folder / "coverage.md").write_text("\n".join(sections))
     (folder / "coverage.jsonl").write_text("".join(json.dumps(_short(line)) + "\n" for line in found))
 
@@ -342,18 +344,34 @@ def _unreached(found: list[Found]) -> list[str]:
     return [*out, ""]
 
 
+def _never(found: list[Found]) -> list[str]:
+    if not (these := [line for line in found if line.get("linear_never")]):
+        return []
+    out = [
+        "## Linear weights that no forward uses",
+        "",
+        "No code that the forward of the class can call names them.",
+        "",
+    ]
+    for line in these:
+        names = [f"`{name}`" for name in line["linear_never"]]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        out.append(f"- **{line['type']}** {', '.join(names[:3])}{more}")
+    return [*out, ""]
+
+
 # -- every type -------------------------------------------------------------------------------------------------
 
 
 def _table(found: list[Found]) -> list[str]:
-    columns = ("type", "class", "parameters", "cut %", "Linear cut %", "as transformers", "unreached", "rewrites")
-    columns += ("tp=2", "ranks", "tp=3", "tp=4", "merged", "export")
-    head = ["## Every type", "", f"| {' | '.join(columns)} |", f"|---|---|{'--:|' * 6}{'---|' * 6}"]
+    columns = ("type", "class", "parameters", "cut %", "Linear cut %", "of reached %", "as transformers", "unreached")
+    columns += ("rewrites", "tp=2", "ranks", "tp=3", "tp=4", "merged", "export")
+    head = ["## Every type", "", f"| {' | '.join(columns)} |", f"|---|---|{'--:|' * 7}{'---|' * 6}"]
     return [*head, *(_row(line) for line in found), ""]
 
 
 def _row(line: Found) -> str:
-    share = [f"{100 * line[key]:.1f}" if key in line else "" for key in ("cut", "linear_cut")]
+    share = [f"{100 * line[key]:.1f}" if key in line else "" for key in ("cut", "linear_cut", "linear_cut_reached")]
     theirs = line.get("theirs")
     agree = f"{theirs['same']}/{sum(theirs.values())}" if theirs else ""
     unreached = sum(n for _, n in line.get("untouched", [])) or ""
@@ -373,8 +391,10 @@ def _plain(text: str) -> str:
 
 def _short(line: Found) -> Found:
     keep = ("type", "class", "by", "parameters", "inputs", "outcome", "why", "cut", "matrices_cut", "linear_cut")
-    keep += ("linear_cut_default", "linear_cut_reached")
+    keep += ("linear_cut_default", "linear_cut_reached", "linear_never")
     keep += ("whole", "linear_whole", "theirs", "theirs_differ", "more_than_theirs", "degrees", "way_back", "export")
     keep += ("untouched", "rewrites", "notes", "seconds", "cpu_s")
-    found = {k: line[k] for k in keep if line.get(k)} | {"ranks": line.get("ranks", {}).get("outcome", "")}
+    found = {k: line[k] for k in keep if line.get(k) not in (None, "", [], {})} | {
+        "ranks": line.get("ranks", {}).get("outcome", "")
+    }
     return found | {"whole": line["whole"][:WHOLE]} if "whole" in line else found

@@ -19,6 +19,7 @@ from transformers import (
 from benchmarks.zoo.build import Built, _lighter, _own
 from benchmarks.zoo.facts import agreement, linear_like, way_back
 from benchmarks.zoo.mend import divisible, fit, mend
+from benchmarks.zoo.named import never_named
 from benchmarks.zoo.reach import enriched, reached, untouched
 from benchmarks.zoo.render import render
 from benchmarks.zoo.small import ATTEMPTS, small
@@ -153,6 +154,8 @@ def test_the_page_counts_the_worse_of_lockstep_and_ranks(tmp_path, ranks, said):
     line = {"type": "t", "class": "T", "outcome": "equal", "parameters": 7, "cut": 1.0, "matrices_cut": 0.5}
     line |= {
         "linear_cut": 0.25,
+        "linear_cut_reached": 0.5,
+        "linear_never": ["spoken.weight"],
         "worst": [["op", "x", "eval", 1e-15]],
         "rewrites": [],
         "notes": [],
@@ -165,7 +168,9 @@ def test_the_page_counts_the_worse_of_lockstep_and_ranks(tmp_path, ranks, said):
     render(tmp_path / "run.jsonl", tmp_path / "docs", ["t", "u"])
     page = (tmp_path / "docs/coverage.md").read_text()
     assert f"| {said} | 1 |" in page
-    assert "| 100.0 | 25.0 | 3/4 |" in page
+    assert "| 100.0 | 25.0 | 50.0 | 3/4 |" in page
+    assert "- **t** `spoken.weight`" in page
+    assert "of those that the inputs reach |  | mean 50.0 %" in page
     assert "75.0 % of 4 weights in 1 types, 1 along the other dim, 0 whole" in page
     assert "| norm | 2 | 1 | w [3] of t |" in page
     assert "1 more types were not measured in this run." in page
@@ -254,6 +259,50 @@ def test_arguments_that_hang_together_are_added_together_and_labels_last():
     assert found.keys() == {"input_ids", "future_values", "future_mask", "labels"}
     assert torch.equal(found["labels"], inputs["input_ids"])
     assert reached(module, found) == (2440, 1.0)
+
+
+class Talking(nn.Module):
+    """Names its parts in its forward, in a helper that it calls, in a property, and in ``generate()`` alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.helped, self.held, self.spoken = (nn.Linear(2, 2) for _ in range(4))
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
+
+    @property
+    def kept(self):
+        return self.held.weight
+
+    def helper(self, x):
+        return nn.functional.linear(x, self.helped.weight)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.helper(self.body(x)) + self.kept.sum()
+
+    def generate(self, x):
+        return self.spoken(self.forward(x))
+
+
+def test_weights_are_told_that_no_code_of_the_forward_names():
+    module = Talking()
+    assert never_named(module, linear_like(module)) == {"spoken.weight"}
+
+
+class Passing(Talking):
+    """Gives itself away, so that anything may be used."""
+
+    def forward(self, x):
+        return spoken_by(self, x)
+
+
+def spoken_by(module, x):
+    return module.spoken(x)
+
+
+def test_a_module_that_is_passed_on_whole_may_use_all_of_its_parts():
+    assert never_named(Passing(), linear_like(Passing())) == set()
 
 
 def test_sizes_of_features_become_smaller_with_the_images():

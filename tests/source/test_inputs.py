@@ -134,6 +134,16 @@ def test_a_docstring_gives_types_and_shapes():
     assert example(found["states"], Config()).shape == (2, 13, 6)
 
 
+def test_a_docstring_may_quote_as_strings_are_quoted():
+    def forward(boxes):
+        """
+        boxes ('torch.FloatTensor' of shape '(batch_size, num_boxes, 4)'):
+            Where.
+        """
+
+    assert arguments(forward)["boxes"].dims == ("batch_size", "num_boxes", "4")
+
+
 @pytest.mark.parametrize(
     ("dim", "size"),
     [("num_channels * patch_size * patch_size", 48), ("2 + width", 8), ("image_size", 8), ("4", 4), ("batch_size", 2)],
