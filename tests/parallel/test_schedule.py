@@ -122,8 +122,11 @@ def test_only_what_a_forward_gathers_is_gathered_again():
 # -- on ranks -----------------------------------------------------------------------------------------------------
 
 
-def passes_alone(gm, inputs):
-    """torch.compile's way from a graph to the passes and back, without the compiler behind them."""
+def passes_alone(gm, inputs, pairs=None, begun=None):
+    """torch.compile's way from a graph to the passes and back, without the compiler behind them.
+
+    ``begun`` is told how many exchanges each graph begins.
+    """
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -134,8 +137,10 @@ def passes_alone(gm, inputs):
         return min_cut_rematerialization_partition(joint, joint_inputs, **rest)
 
     def ordered(graph_module, _):
-        HideCollectives()(graph_module.graph)
+        HideCollectives(pairs)(graph_module.graph)
         graph_module.recompile()
+        if begun is not None:
+            begun.append(sum("begin" in str(n.target) for n in graph_module.graph.nodes))
         return make_boxed_func(graph_module)
 
     return aot_autograd(fw_compiler=ordered, bw_compiler=ordered, partition_fn=partitioned)(gm, inputs)

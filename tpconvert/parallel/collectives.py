@@ -262,17 +262,14 @@ def take(x: Tensor, dim: int, pieces: Sequence[Piece]) -> Tensor:
 
 def summed(x: Tensor, mesh: Mesh) -> Tensor:
     """A new tensor: the sum over tp ranks."""
-    return x if mesh.group is None else _all_reduce(x, "sum", mesh.group)
+    if mesh.group is None:
+        return x
+    return mesh.peers.exchange(x, "sum") if copies(x, mesh) else _all_reduce(x, "sum", mesh.group)
 
 
 def largest(x: Tensor, mesh: Mesh) -> Tensor:
     """A new tensor: the elementwise maximum over tp ranks."""
     return x if mesh.group is None else _all_reduce(x, "max", mesh.group)
-
-
-def begin_sum(x: Tensor, mesh: Mesh) -> dist.Work:
-    """Begin to turn ``x`` into its sum over tp ranks, in place; ``wait()`` for it before it is used."""
-    return dist.all_reduce(x, group=mesh.group, async_op=True)
 
 
 def every(x: Tensor, mesh: Mesh) -> Tensor:
@@ -312,22 +309,6 @@ def joined_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     if math.prod(x.shape[:dim]) == 1:
         return _all_gather(x.contiguous().unsqueeze(0), mesh, shape)
     return _all_gather(x.contiguous().unsqueeze(0), mesh).movedim(0, dim).reshape(shape).contiguous()
-
-
-def begin_join(x: Tensor, dim: int, mesh: Mesh) -> Callable[[], Tensor]:
-    """Begin joined_slices, of eager code; what is returned gives the tensor, once it is there."""
-    if mesh.group is None:
-        return lambda: joined_slices(x, dim, mesh)
-    out = x.new_empty([mesh.degree, *x.shape])
-    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-    work = run(out, x.contiguous().unsqueeze(0), mesh.group, async_op=True)
-
-    def end() -> Tensor:
-        work.wait()
-        shape = [n * (mesh.degree if i == dim else 1) for i, n in enumerate(x.shape)]
-        return out.movedim(0, dim).reshape(shape).contiguous()
-
-    return end
 
 
 def summed_slice(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
@@ -373,8 +354,11 @@ def _all_gather(x: Tensor, mesh: Mesh, shape: Sequence[int] | None = None) -> Te
         traced = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
         return traced(x, 0, mesh.group).view(shape or joined)
     out = x.new_empty(shape or joined)
-    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-    run(out.view(joined), x, mesh.group)
+    if copies(x, mesh):
+        mesh.peers.receive(mesh.peers.send(x, "gather"), out.view(joined))
+    else:
+        run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+        run(out.view(joined), x, mesh.group)
     return out
 
 
@@ -384,6 +368,14 @@ def _reduce_scatter(x: Tensor, mesh: Mesh) -> Tensor:
         traced = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
         return traced(x, "sum", 0, mesh.group).squeeze(0)
     out = x.new_empty(x.shape[1:])
-    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name before torch 2.13
-    run(out.unsqueeze(0), x, group=mesh.group)
+    if copies(x, mesh):
+        mesh.peers.receive(mesh.peers.send(x, "scatter"), out.unsqueeze(0))
+    else:
+        run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name before torch 2.13
+        run(out.unsqueeze(0), x, group=mesh.group)
     return out
+
+
+def copies(x: Tensor, mesh: Mesh) -> bool:
+    """Whether eager code lets two GPUs exchange it themselves; compiled layers have a pass that does."""
+    return not torch.compiler.is_compiling() and mesh.peers is not None and mesh.peers.takes(x)

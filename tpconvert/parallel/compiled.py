@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from tpconvert.errors import PlanError
+from tpconvert.parallel.layers import RowParallelLinear
 
 
 def compile_layers(
@@ -17,18 +18,28 @@ def compile_layers(
 
     A layer is one graph forward and one backward, in which sums and gathers run beside arithmetic that does not need
     them.  With ``gather_again`` a layer keeps a rank's slice of what sequence parallelism gathers, and gathers it
-    again for its backward.  ``options`` are those of torch's compiler.  Raises PlanError where there are no layers.
+    again for its backward.  Norms that stand beside the layers are compiled too.  ``options`` are those of torch's
+    compiler.  Raises PlanError where there are no layers.
     """
     from tpconvert.parallel.schedule import GatherAgain, HideCollectives  # loads torch's compiler
+    from tpconvert.parallel.substitute import pairs_of
 
     layers = list(layers_of(module))
     if not layers:
         raise PlanError(f"{type(module).__name__} has no list of equal layers to compile.", hint="Compile it whole.")
-    own: dict[str, Any] = {"post_grad_custom_post_pass": HideCollectives(), "reorder_for_peak_memory": False}
+    own: dict[str, Any] = {
+        "post_grad_custom_post_pass": HideCollectives(pairs_of(module)),
+        "reorder_for_peak_memory": False,
+    }
     if gather_again:
         own["joint_custom_post_pass"] = GatherAgain()
+    for part in module.modules():
+        if isinstance(part, RowParallelLinear):
+            part.tp_hides = True
     for layer in layers:
         layer.compile(fullgraph=fullgraph, options={**own, **options})
+    for norm in norms_of(module):
+        norm.compile(options={**own, **options})
     return layers
 
 
@@ -41,3 +52,15 @@ def layers_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from items
         else:
             yield from layers_of(child)
+
+
+def norms_of(module: nn.Module) -> Iterator[nn.Module]:
+    """What stands beside the repeated layers and has vectors for parameters only, and no parts or state."""
+    layers = set(layers_of(module))
+    lists = {m for m in module.modules() if layers.intersection(m.children())}
+    for holder in module.modules():
+        for beside in holder.children() if lists.intersection(holder.children()) else ():
+            parameters = list(beside.parameters())
+            vectors = bool(parameters) and all(p.dim() == 1 for p in parameters)
+            if vectors and not (list(beside.children()) or list(beside.buffers())):
+                yield beside

@@ -42,7 +42,7 @@ def parallelize(
     *,
     gather_output: bool = True,
     sequence_parallel: bool = False,
-    waves: int = 1,
+    waves: int | None = None,
 ) -> nn.Module:
     """The same module, now this rank's part.
 
@@ -51,8 +51,9 @@ def parallelize(
     ``sequence_parallel`` leaves each rank a slice of the tokens between cut regions, where the plan knows how; the
     length of a sequence must then be a multiple of the degree.
     ``waves`` is in how many shares of the tokens regions end: each is summed over ranks while the next is computed.
+    Without, that is one; two in compiled layers where what is summed is copied between GPUs.
     """
-    if waves < 1:
+    if waves is not None and waves < 1:
         raise PlanError(f"waves is {waves}; it is a number of shares, at least 1.")
     summed = frozenset(b.module for b in plan.boundaries if _sums_output(b))
     plan = sliced_form(plan) if sequence_parallel and mesh.degree > 1 else plan
@@ -246,7 +247,7 @@ def _edited(old: Any, path: list[str], value: int, new: int, where: str) -> Any:
 
 
 def swap_classes(
-    root: nn.Module, plan: Plan, boundaries: list[Boundary], mesh: Mesh, summed: frozenset[str], waves: int
+    root: nn.Module, plan: Plan, boundaries: list[Boundary], mesh: Mesh, summed: frozenset[str], waves: int | None
 ) -> list[Boundary]:
     """Give modules their parallel classes and their reads; return the boundaries that no layer absorbed.
 

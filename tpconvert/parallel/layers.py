@@ -58,17 +58,20 @@ class RowParallelLinear(nn.Linear):
     """A linear layer over this rank's part of its input features; the output is summed, then gets the bias once.
 
     Where ``tp_sums`` is false the output is left a term of the sum, which is made further on.  With more ``tp_waves``
-    than one, one wave of tokens is summed while the next is computed.
+    than one, one wave of tokens is summed while the next is computed.  None is one, but two in compiled layers where
+    what is summed is copied between GPUs.
     """
 
     tp_whole: tuple[int, int]
     tp_mesh: Mesh
     tp_sums: bool
-    tp_waves: int
+    tp_waves: int | None
+    tp_hides = False
+    """Whether a compiler lets a sum run beside what is computed after it is begun."""
     product = staticmethod(F.linear)
     """How the input meets the weight; training in float8 sets another."""
 
-    def become(self, whole: tuple[int, int], mesh: Mesh, sums: bool, waves: int) -> None:
+    def become(self, whole: tuple[int, int], mesh: Mesh, sums: bool, waves: int | None) -> None:
         """Take on the sizes of the part that ``weight`` now is."""
         self.tp_whole, self.tp_mesh, self.tp_sums, self.tp_waves = whole, mesh, sums, waves
         self.in_features = self._parameters["weight"].shape[1]
@@ -84,13 +87,20 @@ class RowParallelLinear(nn.Linear):
     def _summed(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
         tokens = math.prod(x_BI.shape[:-1])
         other = self.product is not F.linear or self.tp_mesh.dry
-        if other or self.tp_waves == 1 or tokens < self.tp_waves * LEAST:
+        waves = self.tp_waves or self._waves(tokens, x_BI)
+        if other or waves == 1 or tokens < waves * LEAST:
             return reduce(self.product(x_BI, weight_OI), self.tp_mesh)
         if torch.is_autocast_enabled(x_BI.device.type):
             dtype = torch.get_autocast_dtype(x_BI.device.type)
             x_BI, weight_OI = x_BI.to(dtype), weight_OI.to(dtype)
-        y_NO = reduced_product(x_BI.reshape(tokens, -1), weight_OI, self.tp_waves, self.tp_mesh)
+        y_NO = reduced_product(x_BI.reshape(tokens, -1), weight_OI, waves, self.tp_mesh)
         return y_NO.view(*x_BI.shape[:-1], len(weight_OI))
+
+    def _waves(self, tokens: int, x_BI: Tensor) -> int:
+        peers = self.tp_mesh.peers
+        if peers is None or not self.tp_hides or tokens < 2 * LEAST:
+            return 1
+        return 2 if tokens * self.out_features * x_BI.element_size() >= 2 * peers.least else 1
 
     def extra_repr(self) -> str:
         """The local sizes, then the whole weight's shape and the degree."""

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 from tpconvert.errors import PlanError
+from tpconvert.parallel.peers import LEAST, Peers, connect
 from tpconvert.parallel.random import Streams
 from tpconvert.spec.layout import Layout
 
 Ranks = tuple[int, ...]
+COLLECTIVES = ("auto", "copies", "nccl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,8 @@ class Mesh:
     """The groups of tp ranks that share a piece with this one, made by :meth:`connect`."""
     connected: set[Ranks] = field(default_factory=set, repr=False)
     """All sets of tp ranks that have such a group."""
+    peers: Any = field(default=None, repr=False)
+    """The :class:`Peers` of two tp ranks that copy into each other's memory; None where NCCL does all."""
 
     @property
     def dry(self) -> bool:
@@ -86,14 +90,18 @@ class Mesh:
         return self  # a copy of a module talks to the same ranks
 
     def __reduce__(self) -> Any:
-        return _restore, (self.rank, self.degree, str(self.device), tuple(self.connected))
+        collectives = "nccl" if self.peers is None else "auto" if self.peers.least else "copies"
+        return _restore, (self.rank, self.degree, str(self.device), tuple(self.connected), collectives)
 
 
-def make_mesh(tp: int, *, device: torch.device | str = "cpu") -> Mesh:
+def make_mesh(tp: int, *, device: torch.device | str = "cpu", collectives: str = "auto") -> Mesh:
     """The mesh of all ranks of ``torch.distributed``: dp x tp, where dp is what tp leaves.
 
-    A process outside ``torch.distributed`` gets the mesh of degree 1.
+    A process outside ``torch.distributed`` gets the mesh of degree 1.  ``collectives`` between tp ranks go by ``nccl``,
+    or are ``copies`` of two GPUs that reach each other's memory; ``auto`` copies what is very large, where that can be.
     """
+    if collectives not in COLLECTIVES:
+        raise PlanError(f"collectives is {collectives!r}; it is one of {', '.join(COLLECTIVES)}.")
     device = torch.device(device)
     if not dist.is_available() or not dist.is_initialized():
         if tp != 1:
@@ -105,6 +113,7 @@ def make_mesh(tp: int, *, device: torch.device | str = "cpu") -> Mesh:
     if tp < 1 or world % tp:
         raise PlanError(f"{world} ranks cannot be dealt into groups of tp={tp} ({world} % {tp} is not 0).")
     axes = dist.init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    peers = None if tp == 1 or collectives == "nccl" else _peers(axes.get_group("tp"), device, collectives)
     return Mesh(
         rank=axes.get_local_rank("tp"),
         degree=tp,
@@ -114,7 +123,17 @@ def make_mesh(tp: int, *, device: torch.device | str = "cpu") -> Mesh:
         dp_degree=world // tp,
         dp_group=axes.get_group("dp") if world > tp else None,
         tp_groups=tuple(tuple(range(d * tp, (d + 1) * tp)) for d in range(world // tp)),
+        peers=peers,
     )
+
+
+def _peers(group: dist.ProcessGroup, device: torch.device, collectives: str) -> Peers | None:
+    try:
+        return connect(group, device, LEAST if collectives == "auto" else 0)
+    except PlanError as error:
+        if collectives == "auto":
+            return None
+        raise PlanError(f"collectives=copies: {error}", hint="Use collectives=nccl.") from None
 
 
 def dry_mesh(rank: int, degree: int, *, device: torch.device | str = "meta") -> Mesh:
@@ -122,11 +141,11 @@ def dry_mesh(rank: int, degree: int, *, device: torch.device | str = "meta") -> 
     return Mesh(rank, degree, None, torch.device(device))
 
 
-def _restore(rank: int, degree: int, device: str, connected: tuple[Ranks, ...]) -> Mesh:
+def _restore(rank: int, degree: int, device: str, connected: tuple[Ranks, ...], collectives: str = "auto") -> Mesh:
     """A pickled mesh: connected anew where ``torch.distributed`` runs, dry elsewhere."""
     if degree == 1 or not dist.is_initialized():
         return Mesh(rank, degree, None, torch.device(device))
-    mesh = make_mesh(degree, device=device)
+    mesh = make_mesh(degree, device=device, collectives=collectives)
     mesh.connected.update(connected)
     mesh._make(connected)
     return mesh

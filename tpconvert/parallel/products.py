@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpconvert.parallel.collectives import all_gather, begin_join, begin_sum, copy, reduce, summed, transformed
+from tpconvert.parallel.begun import begin_join, begin_sum
+from tpconvert.parallel.collectives import all_gather, copy, reduce, summed, transformed
 from tpconvert.parallel.mesh import Mesh
 
 
@@ -39,7 +40,7 @@ class _ReducedProduct(torch.autograd.Function):
             torch.mm(x, weight_OI.t(), out=y)
             sums.append(begin_sum(y, mesh))
         for each in sums:
-            each.wait()
+            each()
         return out
 
     @staticmethod

@@ -19,6 +19,9 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
+from tpconvert.parallel import substitute as substituted
+from tpconvert.parallel.substitute import NAMESPACE, Pairs, substitute
+
 FLOPS_PER_BYTE = 3000
 """Arithmetic that takes as long as a byte on its way: some 600 TFLOP/s beside 200 GB/s."""
 LATENCY = 4 * 2**20
@@ -47,11 +50,15 @@ class HideCollectives(CustomGraphPass):
     """Of a forward's or a backward's graph: arithmetic that nobody waits for goes between collectives and their waits.
 
     Collectives keep their order, which all ranks must share.  A graph that writes into tensors is left as it is, but
-    for what it writes into its own inputs at its end.
+    for what it writes into its own inputs at its end.  Those of the groups in ``pairs`` become exchanges of two GPUs.
     """
+
+    def __init__(self, pairs: Pairs | None = None) -> None:
+        self.pairs = dict(pairs or {})
 
     def __call__(self, graph: fx.Graph) -> None:
         """Put the nodes in a new order."""
+        substitute(graph, self.pairs)
         nodes = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
         last = [n for n in nodes if n.target is aten.copy_.default and n.args[0].op == "placeholder"]
         written = set(last)
@@ -66,7 +73,7 @@ class HideCollectives(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What a cache of compiled graphs goes by."""
-        return get_hash_for_files((__file__,), "hide collectives")
+        return get_hash_for_files((__file__, substituted.__file__), f"hide collectives {sorted(self.pairs.items())}")
 
 
 def _ordered(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -172,13 +179,13 @@ def _after(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _named(node: Any, words: tuple[str, ...]) -> bool:
     target = getattr(node, "target", None)
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "_c10d_functional":
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("_c10d_functional", NAMESPACE):
         return False
     return any(word in target.name() for word in words)
 
 
 def _starts(node: Any) -> bool:
-    return _named(node, ("all_", "reduce_scatter", "broadcast"))
+    return _named(node, ("all_", "reduce_scatter", "broadcast", "::begin_"))
 
 
 def _gathers(node: Any) -> bool:
@@ -186,7 +193,7 @@ def _gathers(node: Any) -> bool:
 
 
 def _waits(node: Any) -> bool:
-    return _named(node, ("wait_tensor",))
+    return _named(node, ("wait_tensor", "::end_"))
 
 
 def _writes(node: fx.Node) -> bool:
