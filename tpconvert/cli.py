@@ -223,6 +223,12 @@ def shard(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="cuda: each rank on a GPU of its own."
 )
 @click.option("--dtype", type=click.Choice(["float64", "float32", "bfloat16"]), default="float64", show_default=True)
+@click.option(
+    "--collectives",
+    type=click.Choice(["auto", "copies", "nccl"]),
+    default="auto",
+    help="How two GPUs sum and gather: copies into each other's memory, or NCCL; auto copies what is very large.",
+)
 @json_option
 @all_option
 def verify(
@@ -237,6 +243,7 @@ def verify(
     sequence_parallel: bool,
     device: str,
     dtype: str,
+    collectives: str,
     as_json: bool,
     every: bool,
     **opening: Any,
@@ -245,6 +252,8 @@ def verify(
     from tpconvert.verify import proof_text
     from tpconvert.verify import verify as prove
 
+    if collectives == "copies" and device == "cpu":
+        raise click.UsageError("--collectives copies is between two GPUs: it needs --device cuda.")
     if emulate and (device, dtype) != ("cpu", "float64"):
         raise click.UsageError("--emulate compares in float64 on the CPU: it takes neither --device nor --dtype.")
     if twin and (folder or plan_file):
@@ -269,6 +278,7 @@ def verify(
         sequence_parallel=sequence_parallel,
         device=device,
         dtype=dtype,
+        collectives=collectives,
     )
     if os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks for all
         say_notes(opened)

@@ -47,6 +47,8 @@ class Parallelism(Section):
     """Compile each layer with torch.compile."""
     cuda_graphs: bool = False
     """Record forward and backward of a micro-batch as a CUDA graph, which costs one launch; for small models."""
+    collectives: Literal["auto", "copies", "nccl"] = "auto"
+    """Of tp ranks: copies between two GPUs of one machine, or nccl. auto copies what is very large; copies all."""
     sequence_parallel: bool = False
     """Between cut regions each tp rank has a slice of the sequence; seq_len must be a multiple of tp."""
     bucket_mb: float = Field(25.0, gt=0)

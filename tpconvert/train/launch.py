@@ -121,7 +121,7 @@ def _run(
         device = _device(torch)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(hours=1))
-        mesh = make_mesh(degree, device=device)
+        mesh = make_mesh(degree, device=device, collectives=config.parallelism.collectives)
         together(mesh, lambda: claim(output) if rank == 0 else None)
         prepares = os.environ["LOCAL_RANK"] == "0"
         train(

@@ -52,6 +52,7 @@ class How:
     sliced: bool
     device: str
     dtype: str
+    collectives: str = "auto"
 
     @property
     def backend(self) -> str:
@@ -61,7 +62,7 @@ class How:
     def compare(self, source: Callable[[], nn.Module], inputs: Any, plan: Plan, place: int) -> Result | None:
         """On the rank that is the ``place``-th of this machine."""
         with blaming("The model fails where it is run"):
-            mesh = make_mesh(plan.tp, device=_device(self.device, place))
+            mesh = make_mesh(plan.tp, device=_device(self.device, place), collectives=self.collectives)
             return compare_on_rank(
                 source(), inputs, plan, mesh, sequence_parallel=self.sliced, tolerances=PRECISIONS[self.dtype]
             )

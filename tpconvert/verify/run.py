@@ -40,6 +40,7 @@ def verify(
     sequence_parallel: bool = False,
     device: str = "cpu",
     dtype: str = "float64",
+    collectives: str = "auto",
 ) -> Result:
     """The whole model and the one ``plan`` makes of it, compared; with ``folder``, also every stored byte.
 
@@ -48,14 +49,15 @@ def verify(
     ``source`` is one of :func:`tpconvert.open_source`, or has a ``build`` that can be pickled.  They compare in
     ``dtype``: float64 (float32 where no kernel has it), float32, or bfloat16.  ``emulate`` runs all ranks in lockstep
     in this process instead, on the recorded graph, in float64 on the CPU; it needs the ``rules`` the plan was made
-    with.  ``sequence_parallel`` is that of :func:`tpconvert.parallelize`.
+    with.  ``sequence_parallel`` is that of :func:`tpconvert.parallelize`, ``collectives`` that of
+    :func:`tpconvert.make_mesh`.
     """
     if sequence_parallel:
         sliced_form(plan)  # which there must be
     if emulate:
         result = verify_emulated(source, plan, rules, sequence_parallel=sequence_parallel)
     else:
-        result = _on_ranks(source, plan, How(sequence_parallel, device, dtype))
+        result = _on_ranks(source, plan, How(sequence_parallel, device, dtype, collectives))
     result = replace(result, notes=(*result.notes, *plan.notes))
     if folder is not None:
         stored = compare_bytes(source, folder)
