@@ -158,7 +158,7 @@ class Run:
             )
         self.run(beside + (waves.pop(0) if waves else []))
         for wave in waves:
-            if time.monotonic() > self.until - (0 if toy else 40):
+            if time.monotonic() > self.until - (0 if toy else 65 if "load" in parts else 40):
                 self.say(f"no time left for {len(wave)} cases")
                 self.rows += [
                     {"part": self.parts.get(job.name, ""), "name": job.name, "error": "no time left"} for job in wave
@@ -172,8 +172,8 @@ class Run:
         """Of each part."""
         return {
             "steps": cases.network(self.gpus, more),
-            "alone": cases.alone(more),
             "others": cases.others(),
+            "alone": cases.alone(more),
             "costs": cases.costs(),
         }
 
@@ -192,7 +192,7 @@ class Run:
             name = f"{part}: {case.size}: {case.name}{', network' if case.network else ''}"
             self.parts[name] = part
             given = (case, plan, mine, self.work / f"{number}.store", self.options.toy)
-            waves[-1].append(Job(name, step.run_case, given, case.ranks, mine, 60 if "graph" in case.name else 170))
+            waves[-1].append(Job(name, step.run_case, given, case.ranks, mine, 170))
         return waves
 
     def load(self) -> None:

@@ -12,9 +12,10 @@ OTHERS = (("bert-large", 24, 8192, 16), ("gpt2-xl", 12, 4096, 4), ("mixtral", 4,
 """Kind, layers, tokens, sequences."""
 WAITS = ("mixtral",)
 """Kinds whose forward waits for the GPU, to see which experts have tokens: no CUDA graph can hold that."""
-ASYNC = (("inductor", ("_micro_pipeline_tp",)),)
 GRAPHED = (("graphed", True),)
 """Forward and backward as one CUDA graph."""
+COPIES, NCCL = (("collectives", "copies"),), (("collectives", "nccl"),)
+"""What else than ``auto`` two GPUs can do: copy everything into each other's memory, or nothing."""
 
 
 def network(gpus: int, more: tuple[tuple[tuple[str, object], ...], ...] = ()) -> list[Case]:
@@ -22,24 +23,25 @@ def network(gpus: int, more: tuple[tuple[tuple[str, object], ...], ...] = ()) ->
     found = []
     for layers, tokens in SIZES:
         whole = Case("whole", layers=layers, tokens=tokens)
-        found += [whole, replace(whole, compiled=True), replace(whole, compiled=True, options=GRAPHED)]
+        found += [replace(whole, compiled=c, options=o) for c in (False, True) for o in ((), GRAPHED)]
         for tp in (d for d in (2, 4, 8) if d <= gpus):
             base = replace(whole, tp=tp, network=True)
             ours = replace(base, way="converted")
-            found += [replace(ours, compiled=c, sequence_parallel=s) for c in (False, True) for s in (False, True)] + [
+            other = COPIES if tokens <= 4096 else NCCL  # what auto does not do there
+            found += [
                 replace(ours, compiled=c, options=o, sequence_parallel=s)
-                for c, o in [(False, GRAPHED), (True, GRAPHED), *((True, o) for o in more)]
+                for o in ((), GRAPHED, other, GRAPHED + other)
+                for c in (False, True)
                 for s in (False, True)
+                if o != other or (c and not s)
             ]
+            found += [replace(ours, compiled=True, options=o, sequence_parallel=s) for o in more for s in (False, True)]
             found += [
                 replace(base, way="megatron"),
                 replace(base, way="transformers"),
                 replace(base, way="dtensor", compiled=True),
-                replace(base, way="fsdp"),
                 replace(base, way="fsdp", compiled=True),
-                replace(ours, compiled=True, sequence_parallel=True, options=ASYNC),
             ]
-    found += [Case("megatron", tp=2, network=True, compiled=True)]
     eight = Case("whole", compiled=True, optimizer=True)
     found += [eight] + [replace(eight, way="converted", tp=tp, network=True) for tp in (2, 4, 8) if tp <= gpus]
     return found

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Span = tuple[float, float]
+WIRE = re.compile("nccl|PtoP|wait_signal|barrier_kernel", re.IGNORECASE)
+"""Kernels and copies of collectives: NCCL's, and those of GPUs that copy into each other's memory."""
 
 
 def milliseconds(step: Callable[[], Any], device: torch.device, steps: int, seconds: float) -> list[float]:
@@ -83,11 +85,12 @@ def profiled(step: Callable[[], Any], device: torch.device, steps: int = 3) -> d
     ]
     if not kernels:
         return {}
-    wire = [(s, e) for n, s, e in kernels if "nccl" in n.lower()]
-    work = [(s, e) for n, s, e in kernels if "nccl" not in n.lower()]
+    wire = [(s, e) for n, s, e in kernels if WIRE.search(n)]
+    work = [(s, e) for n, s, e in kernels if not WIRE.search(n)]
     span = max(e for _, _, e in kernels) - min(s for _, s, _ in kernels)
     both, busy = covered([*wire, *work]), covered(work)
     kinds = Counter(m.group(1) for n, _, _ in kernels if (m := re.search(r"ncclDevKernel_([A-Za-z]+)", n)))
+    kinds += Counter("exchange" for n, _, _ in kernels if "wait_signal" in n)
     return {
         "communication_ms": covered(wire) / steps / 1000,
         "exposed_ms": (both - busy) / steps / 1000,

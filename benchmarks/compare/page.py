@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ told in [performance.md](performance.md).
 A Llama is of width 4096, ffn 14336, 32 heads on 8 key heads, 32000 words; bfloat16, forward and backward of one
 sequence, AdamW only where it says so, gradients given up after each step. Times are the median of 20 steps after 6,
 memory the most that torch held. *ideal / ms* is the time of the whole model on one GPU over tp times this one, both
-eager or both compiled: 1 is perfect. *exposed* is the time in which only kernels of NCCL ran, *idle* that in which
-no kernel ran, both of rank 0 under torch.profiler. All ways start from the same weights, so the loss and the
-gradient norm of the first step must agree to the rounding of bfloat16; Megatron-Core draws its own. FSDP runs one
-micro-batch on each rank, so it counts twice the tokens. *graphed* is forward and backward recorded as one CUDA graph
-(`tpconvert.GraphedStep`), beside the whole model recorded so; the memory of these is the most since their beginning.
+eager or both compiled: 1 is perfect. *exposed* is the time in which only collectives ran (kernels of NCCL, copies from
+GPU to GPU, waits for the other GPU), *idle* that in which nothing ran, both of rank 0 under torch.profiler. Two GPUs
+copy what is 64 MiB or more into each other's memory, which are the *exchanges*, or all with *collectives=copies*, or
+nothing with *collectives=nccl*. All ways start from the same weights, so the loss and the gradient norm of the first
+step must agree to the rounding of bfloat16; Megatron-Core draws its own. FSDP runs one micro-batch on each rank, so it
+counts twice the tokens. *compiled* is layer by layer, with the last norm and the loss. *graphed* is forward and
+backward recorded as one CUDA graph (`tpconvert.GraphedStep`), beside the whole model recorded so; the memory of these
+is the most since their beginning. Memory that GPUs copy into is not counted: twice the largest exchange.
 
 *Rank 0 alone* is a group in which nobody else is: the compute and the launches of a rank, without the network.
 """
@@ -32,14 +36,27 @@ micro-batch on each rank, so it counts twice the tokens. *graphed* is forward an
 def write(results: Sequence[Path], out: Path) -> None:
     """Later results take the place of earlier ones of the same case."""
     found: dict[str, list[dict[str, Any]]] = {}
-    calls = []
+    calls: list[dict[str, Any]] = []
+    call_of: dict[str, int] = {}
     for path in results:
         data = json.loads(path.read_text())
-        calls.append(data["about"])
         fresh: dict[str, list[dict[str, Any]]] = {}
         for row in data["rows"]:
             fresh.setdefault(row.get("job", row.get("name", "")), []).append(row)
-        found |= {job: rows for job, rows in fresh.items() if job not in found or not any("error" in r for r in rows)}
+        kept = {job: rows for job, rows in fresh.items() if job not in found or not any("error" in r for r in rows)}
+        found |= kept
+        call_of |= dict.fromkeys(kept, len(calls))
+        calls.append(data["about"])
+    if len(calls) > 1:
+        for number, about in enumerate(calls):
+            about["gives"] = _parts([rows[0] for job, rows in found.items() if call_of[job] == number])
     rows = [row for rows in found.values() for row in rows]
-    said = "In these calls, of which the later counts where two measured the same:"
+    several = "In these calls, of which the later counts where two measured the same:"
+    said = several if len(calls) > 1 else "In this call:"
     out.write_text(f"{HEAD}\n{said}\n\n{tables.markdown(rows, calls)}", encoding="utf-8")
+
+
+def _parts(rows: Sequence[dict[str, Any]]) -> str:
+    """What rows are of, and how many."""
+    counted = Counter(row["part"].split()[0].rstrip(":") for row in rows)
+    return ", ".join(f"{n} of {part}" for part, n in counted.items())

@@ -31,7 +31,7 @@ def markdown(rows: Sequence[Row], calls: Sequence[Row]) -> str:
     """All tables."""
     out = [
         f"- `{c['command']}`: {c['seconds']} s, torch {c['torch']}, transformers {c['transformers']}, "
-        f"{c['gpus']} {'CPUs with gloo' if c['toy'] else 'GPUs'}."
+        f"{c['gpus']} {'CPUs with gloo' if c['toy'] else 'GPUs'}{': ' * ('gives' in c)}{c.get('gives', '')}."
         for c in calls
     ]
     for part, title in (
@@ -46,12 +46,23 @@ def markdown(rows: Sequence[Row], calls: Sequence[Row]) -> str:
     out += section(
         "Bandwidth",
         [r for r in rows if r["part"] == "bandwidth" and "MiB" in r],
-        ("ranks", "MiB", "all_reduce_ms", "reduce_scatter_ms", "all_gather_ms", "all_reduce_gb_per_s"),
+        (
+            "ranks",
+            "MiB",
+            "all_reduce_ms",
+            "reduce_scatter_ms",
+            "all_gather_ms",
+            "all_reduce_gb_per_s",
+            "copied_sum_ms",
+            "copied_scatter_ms",
+            "copied_gather_ms",
+            "copied_sum_gb_per_s",
+        ),
     )
     out += section(
         "Proofs on GPUs",
         [r for r in rows if r["part"].startswith("verify") and "model" in r],
-        ("model", "tp", "dtype", "sequence_parallel", "equal", "checks", "largest", "bound"),
+        ("model", "tp", "dtype", "sequence_parallel", "collectives", "equal", "checks", "largest", "bound"),
     )
     out += section(
         "Loading",
@@ -126,6 +137,7 @@ def graphed(row: Row) -> bool:
 
 def section(title: str, rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """A table of the given keys."""
+    names = [name for name in names if any(name in row for row in rows)]
     if not rows:
         return []
-    return ["", f"## {title}", "", *table(names), *(cells([told(r[n]) for n in names]) for r in rows)]
+    return ["", f"## {title}", "", *table(names), *(cells([told(r.get(n)) for n in names]) for r in rows)]

@@ -15,12 +15,13 @@ from benchmarks.compare import models
 from benchmarks.compare.case import Case
 from tpconvert import cross_entropy, make_mesh, parallelize
 from tpconvert.parallel.clip import grad_norm
+from tpconvert.parallel.compiled import norms_of
 from tpconvert.parallel.convert import output_gathers, part
 from tpconvert.parallel.graphed import GraphedStep
 from tpconvert.spec.plan import Plan
 from tpconvert.train.model import logits_of
 
-OWN = ("inductor", "plain", "cudagraphs", "graphed")
+OWN = ("inductor", "plain", "cudagraphs", "graphed", "collectives")
 """Options of a case that are not for ``parallelize``."""
 
 
@@ -96,7 +97,9 @@ def converted(
 ) -> Step:
     """What tpconvert makes of it; its logits stay cut where the plan lets them be."""
     assert plan is not None
-    made, mesh = Plan.loads(plan), make_mesh(case.tp, device=device)
+    made = Plan.loads(plan)
+    collectives = "auto" if device.type == "cpu" else dict(case.options).get("collectives", "auto")
+    mesh = make_mesh(case.tp, device=device, collectives=collectives)
     options, own = ({k: v for k, v in case.options if (k in OWN) is mine} for mine in (False, True))
     gathers, layouts = output_gathers(made), made.layouts()
     shapes = {name: p.shape for name, p in module.named_parameters()}
@@ -275,7 +278,7 @@ def compile_ours(case: Case, module: nn.Module) -> None:
 
 
 def compile_layers(case: Case, module: nn.Module) -> None:
-    """Compile layer by layer, where the case says so: whole models compiled at once were slower."""
+    """Compile layer by layer, and the last norm, where the case says so: whole models compiled at once were slower."""
     if not case.compiled:
         return
     import torch._dynamo
@@ -286,5 +289,5 @@ def compile_layers(case: Case, module: nn.Module) -> None:
 
         setattr(torch._inductor.config, name, True)
     backend = "inductor" if torch.cuda.is_available() else "aot_eager"
-    for layer in models.layers_of(module):
+    for layer in (*models.layers_of(module), *norms_of(module)):
         layer.compile(fullgraph=case.way in ("whole", "converted"), backend=backend)
