@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from torch import fx
 
+from tpconvert.analyze.alike import same_forward
 from tpconvert.analyze.axes import Axes
 from tpconvert.analyze.capture import Call
 from tpconvert.analyze.choose import DEAR, Candidate, Choice
@@ -368,26 +369,3 @@ def _is_at(call: Call | None, path: str) -> bool:
 def _position(placed: Placed) -> int:
     assert placed.host is None or isinstance(placed.host.call, Call)
     return placed.host.call.position if placed.host is not None else -1
-
-
-def same_forward(one: Rewrite, other: Rewrite) -> bool:
-    """Whether two do the same, called in the same way."""
-    return _shape_of(one) == _shape_of(other)
-
-
-def _shape_of(written: Rewrite) -> str:
-    """A rewrite without the names of its nodes."""
-    names: dict[str, str] = {}
-
-    def plain(tree: Any) -> Any:
-        if isinstance(tree, dict):
-            if set(tree) == {"$"}:
-                return names.get(tree["$"], tree["$"])
-            return {k: plain(v) for k, v in sorted(tree.items()) if k != "name"}
-        return [plain(t) for t in tree] if isinstance(tree, list | tuple) else tree
-
-    out = []
-    for i, node in enumerate(written.nodes):
-        out.append(plain(node))
-        names[node["name"]] = str(i)
-    return repr((out, plain(written.output), sorted(written.signature.items(), key=str)))

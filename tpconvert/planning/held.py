@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tpconvert.analyze.alike import same_forward, stricter
 from tpconvert.analyze.axes import Axes
 from tpconvert.analyze.capture import Trace
 from tpconvert.analyze.choose import Choice
 from tpconvert.analyze.patterns import Classifier, load_patterns
-from tpconvert.analyze.planner import Planner, same_forward
+from tpconvert.analyze.planner import Planner
 from tpconvert.analyze.terms import Term
 from tpconvert.errors import VerifyError
 from tpconvert.planning.reproduce import NotHeldError, reproduce
@@ -119,9 +120,14 @@ def _forms(plan: Plan, found: Plan, called: set[str], both: bool) -> tuple[Rewri
             raise NotWrittenError(rewrite)
         if not both or any(same_forward(r, rewrite) for r in own):
             continue
-        if any(r.signature == rewrite.signature for r in own):
-            raise VerifyError(f"The forward of {rewrite.module} is called alike and takes another path.")
-        out.append(rewrite)
+        for mine in own:
+            if mine.signature == rewrite.signature:
+                if (checked := stricter(mine, rewrite)) is None:
+                    raise VerifyError(f"The forward of {rewrite.module} is called alike and takes another path.")
+                out[out.index(mine)] = checked
+                break
+        else:
+            out.append(rewrite)
     return tuple(out)
 
 
