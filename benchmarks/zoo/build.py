@@ -49,7 +49,7 @@ SIDES = (128, 64)
 """Sides that images are cropped to, where they still are too many numbers."""
 SMALLER = (4, 16)
 """What the sides of images are divided by, once more, where a model that runs is not light."""
-TWIN_SECONDS, SMALL_SECONDS = 8, 16
+TWIN_SECONDS, SMALL_SECONDS = 8, 24
 """How long a twin may take, and how long all other attempts with one class."""
 
 
@@ -96,9 +96,9 @@ def build(model_type: str) -> Built:
     names = class_names(model_type, pair=bool(getattr(config, "is_encoder_decoder", False)))
     kinds = {name: getattr(transformers, name, None) for name in names}
     names.sort(key=lambda name: _own(kinds[name], config) is not config)
-    found: list[tuple[int, float, Built]] = []
+    best: tuple[int, float, Built] | None = None
     for name in names[:CLASSES]:
-        if found and found[-1][1] > NEARLY_ALL:
+        if best is not None and best[1] > NEARLY_ALL:
             break
         kind = kinds[name]
         if kind is None:
@@ -109,14 +109,15 @@ def build(model_type: str) -> Built:
             try:
                 with limit(seconds):
                     built = way(model_type, make, _own(kind, config))
-                    found.append((*reached(built.module, built.inputs), built))
+                    here = (*reached(built.module, built.inputs), built)
+                    best = here if best is None else max(best, here, key=lambda one: one[0])
                     break
             except (Exception, _OutOfTimeError) as error:
                 errors.append(f"{name} {way.__name__.removeprefix('_by_')}: {told(error)}")
             finally:
                 gc.collect()  # what was tried hangs in cycles with the errors it raised, and holds gigabytes
-    if found:
-        return max(found, key=lambda one: one[0])[2]
+    if best is not None:
+        return best[2]
     raise NotBuiltError(" || ".join(errors[:4]) or "it has no class")
 
 

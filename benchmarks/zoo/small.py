@@ -37,7 +37,7 @@ _CHOSEN = re.compile(r"experts_per_tok|experts_per_token|moe_k$|moe_top_?k|^top_
 _WIDTHS = re.compile(
     r"(^|_)(dim|dims|width|rank|d_model|d_ff|d_kv|n_embd|n_inner|d_inner|inner|ffn|d_head)$"
     r"|(hidden|intermediate|head|embedding|projection|attention|ffn|mlp|embed|inner|key|value|rope|nope)_?(size|dim|channels)$"
-    r"|channels$|_features$|groups$|_filters$|dim_per_stage$|channel_list$|pos_feats$"
+    r"|channels$|out_channel$|_features$|groups$|_filters$|dim_per_stage$|channel_list$|pos_feats$"
 )
 _HEAD_WIDTHS = re.compile(r"(^|_)(d_kv|d_head|head_dim|head_size|nope_dim|rope_dim|kv_channels)$")
 _EXPERT_WIDTHS = re.compile(r"(moe|expert).*(size|dim)$")

@@ -135,13 +135,17 @@ def test_a_docstring_gives_types_and_shapes():
 
 
 def test_a_docstring_may_quote_as_strings_are_quoted():
-    def forward(boxes):
+    def forward(boxes, sides):
         """
         boxes ('torch.FloatTensor' of shape '(batch_size, num_boxes, 4)'):
             Where.
+        sides (`'torch.LongTensor'` of shape '(batch_size, 2)'):
+            How large.
         """
 
-    assert arguments(forward)["boxes"].dims == ("batch_size", "num_boxes", "4")
+    found = arguments(forward)
+    assert (found["boxes"].kind, found["boxes"].dims) == ("FloatTensor", ("batch_size", "num_boxes", "4"))
+    assert (found["sides"].kind, found["sides"].dims) == ("LongTensor", ("batch_size", "2"))
 
 
 @pytest.mark.parametrize(

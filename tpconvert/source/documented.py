@@ -21,7 +21,7 @@ BATCH, LENGTH, OTHER_LENGTH = 2, 13, 7
 FEW = 3
 """How many there are of what has no number in the config."""
 
-_ARGUMENT = re.compile(r"^\s*(\w+) \([`']?(?:\w+\.)?(\w+)[`']?[^\n]*? of shape [`']?\((.*?)\)[`']?[,)\s]", re.M)
+_ARGUMENT = re.compile(r"^\s*(\w+) \([`']*(?:\w+\.)?(\w+)[`']*[^\n]*? of shape [`']*\((.*?)\)[`']*[,)\s]", re.M)
 _OTHER_LENGTHS = re.compile(r"target|decoder|canvas|prediction")
 _LENGTHS = re.compile(r"(seq|length|num_latents|time_steps)")
 _ALIASES = {

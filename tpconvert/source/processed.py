@@ -126,7 +126,7 @@ def _sized(config: Any) -> bool:
 
 def _side(seeing: Any) -> int:
     """The side of images of a few patches, also where these are merged."""
-    return 4 * (size_in(seeing, "patch_size") or 16) * (size_in(seeing, "spatial_merge_size") or 1)
+    return 2 * (size_in(seeing, "patch_size") or 16) * (size_in(seeing, "spatial_merge_size") or 1)
 
 
 def _value(part: Any, name: str) -> Any:
