@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from benchmarks.zoo.exchanged import no_dearer
+
 CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 UNUSED = "the traced forward does not use it"
 DIMS = {"colwise": 0, "rowwise": 1}
@@ -29,14 +31,17 @@ def linear_like(module: nn.Module) -> set[str]:
     return found
 
 
-def agreement(module: nn.Module, plan: Any) -> dict[str, Any]:
+def agreement(module: nn.Module, inputs: Any, plan: Any) -> dict[str, Any]:
     """Of the weights that transformers' own plan cuts: how many are cut along the same dim, another, and not at all.
 
-    And how many are cut here that it leaves whole.
+    And how many of those along another send no more for it (:mod:`benchmarks.zoo.exchanged`), and how many are cut here
+    that it leaves whole.
     """
     styles = {k: str(v) for k, v in (getattr(module, "tp_plan", None) or {}).items() if _dim(str(v)) is not None}
     counts = {"same": 0, "other": 0, "whole": 0}
     differ: dict[str, str] = {}
+    known: dict[str, str] = {}
+    other: list[str] = []
     more = 0
     linear = linear_like(module)
     for verdict in plan.verdicts:
@@ -49,9 +54,14 @@ def agreement(module: nn.Module, plan: Any) -> dict[str, Any]:
             continue
         kind = "whole" if not verdict.layout.cut else "same" if verdict.layout.dim == _dim(style) else "other"
         counts[kind] += 1
+        known[verdict.name] = style
+        other += [verdict.name] if kind == "other" else []
         if kind != "same":
             differ.setdefault(re.sub(r"\d+", "*", verdict.name), f"{verdict.reason} (theirs: {style})")
-    found = {"theirs": counts, "theirs_differ": list(differ.items())[:6], "more_than_theirs": more}
+    found: dict[str, Any] = {"theirs": counts, "theirs_differ": list(differ.items())[:6], "more_than_theirs": more}
+    if other:
+        cheap = no_dearer(module, inputs, plan, known)
+        found["theirs_no_cheaper"] = sum(cheap.get(name, False) for name in other)
     return found if sum(counts.values()) else {}
 
 

@@ -64,7 +64,7 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     unused = {v.name for v in linear_ones if facts.UNUSED in v.reason}
     never = sorted({folded(name) for name in never_named(module, unused)})
     tell(_of_plan(plan) | found | {"linear_whole": _left_whole(linear_ones), "linear_never": never})
-    tell(facts.agreement(module, plan))
+    tell(facts.agreement(module, inputs, plan))
     tell({"linear_cut_default": _share_by_default(module, inputs, linear)})
     tell({"plan_s": round(time.monotonic() - start, 1), "stage": "emulate"})
     kept = keep is not None and _kept(module, inputs, plan, keep)

@@ -208,7 +208,11 @@ def _agreement(lines: list[Found]) -> str:
     more = more if all("more_than_theirs" in line for line in compared) else 0  # lines of before have none
     beside = f"; {more} more are cut that they leave whole" if more else ""
     types = sum("theirs" in line for line in lines)
-    return f"{share} weights in {types} types, {total['other']} along the other dim, {total['whole']} whole{beside}"
+    cheap = sum(line.get("theirs_no_cheaper", 0) for line in compared)
+    explained = f", {cheap} of them for no more communication for each parameter cut" if cheap else ""
+    explained += f" ({100 * (total['same'] + cheap) / weights:.1f} % with these)" if cheap else ""
+    along = f"{total['other']} along the other dim{explained}"
+    return f"{share} weights in {types} types, {along}, {total['whole']} whole{beside}"
 
 
 def _at_degree(lines: list[Found], tp: str) -> str:
@@ -392,7 +396,8 @@ def _plain(text: str) -> str:
 def _short(line: Found) -> Found:
     keep = ("type", "class", "by", "parameters", "inputs", "outcome", "why", "cut", "matrices_cut", "linear_cut")
     keep += ("linear_cut_default", "linear_cut_reached", "linear_never")
-    keep += ("whole", "linear_whole", "theirs", "theirs_differ", "more_than_theirs", "degrees", "way_back", "export")
+    keep += ("whole", "linear_whole", "theirs", "theirs_differ", "theirs_no_cheaper", "more_than_theirs")
+    keep += ("degrees", "way_back", "export")
     keep += ("untouched", "rewrites", "notes", "seconds", "cpu_s")
     found = {k: line[k] for k in keep if line.get(k) not in (None, "", [], {})} | {
         "ranks": line.get("ranks", {}).get("outcome", "")

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from benchmarks.zoo.build import Built, _lighter, _own
+from benchmarks.zoo.exchanged import no_dearer
 from benchmarks.zoo.facts import agreement, linear_like, way_back
 from benchmarks.zoo.mend import divisible, fit, mend
 from benchmarks.zoo.named import never_named
@@ -143,10 +144,38 @@ def test_linear_weights_are_told_from_other_matrices():
 def test_a_llama_is_cut_as_transformers_cuts_it_and_comes_back():
     module, inputs = build("llama_few")
     plan = make_plan(module, inputs, tp=2)
-    found = agreement(module, plan)
+    found = agreement(module, inputs, plan)
     assert found["theirs"]["same"] >= 14
     assert found["theirs"]["other"] == found["theirs"]["whole"] == found["more_than_theirs"] == 0
     assert way_back(module, plan) == "identical"
+
+
+class Head(nn.Module):
+    """Logits, for which the model's width is read."""
+
+    def __init__(self, given: int, out: int) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(given), nn.Linear(given, out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("given", "style", "ours"),
+    [
+        (24, "rowwise_split_input", True),  # 64 joined and 2 x 24 summed, for 2 x 64 summed and 24 joined
+        (120, "rowwise_split_input", False),  # 64 and 2 x 120, for 2 x 64 and 120
+        (24, "rowwise", True),  # for 2 x 64
+        (48, "rowwise", False),
+        (48, "colwise_gather_output", True),  # the same
+    ],
+)
+def test_what_two_plans_send_is_compared_layer_by_layer(given, style, ours):
+    module, inputs = Head(given, 64), {"x": torch.randn(2, 5, given)}
+    plan = make_plan(module, inputs, tp=2)
+    assert {b.kind for b in plan.boundaries} == {"copy", "gather"}
+    assert no_dearer(module, inputs, plan, {"head.weight": style}) == {"head.weight": ours}
 
 
 @pytest.mark.parametrize(("ranks", "said"), [("equal", "planned and equal"), ("not equal", "planned and NOT equal")])
