@@ -292,3 +292,25 @@ def test_ranks_are_shared_out_outer_units_first() -> None:
     candidate = Candidate(kv, (rep,))
     assert shares(candidate, 2) == {kv: (2, 1)}
     assert shares(candidate, 4) == {kv: (2, 2), rep: (2, 1)}
+
+
+class Tabled(nn.Module):
+    """A table far larger than the layers, of which only the width could be cut, the one of all layers' norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4000, 24, scale_grad_by_freq=True)
+        self.ups = nn.ModuleList(nn.Linear(24, 48) for _ in range(4))
+        self.downs = nn.ModuleList(nn.Linear(48, 24) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(up(x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).relu())
+        return x.mean(1)
+
+
+def test_a_table_of_rows_to_look_up_saves_no_products() -> None:
+    plan = make_plan(Tabled(), {"ids": torch.randint(0, 4000, (2, 7))}, tp=2)
+    assert [plan[f"ups.{i}.weight"].layout.dim for i in range(4)] == [0] * 4
+    assert not plan["table.weight"].layout.cut

@@ -233,3 +233,141 @@ def test_a_layer_cut_by_itself_is_found_again_wherever_its_parameters_and_result
     assert gathered(plan) == [(where, "output")]
     result = emulate_module(module, inputs, plan)
     assert result.equal, result.verdict()
+
+
+class Narrow(nn.Module):
+    """Layers of few columns between norms, all given one value: its gradient is summed once for all of them."""
+
+    def __init__(self, layers: int, wide: bool = False, learned: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(96, 96) if learned else nn.Identity()
+        self.narrow = nn.ModuleList(nn.Linear(96, 32) for _ in range(layers))
+        self.norm, self.enter = nn.LayerNorm(32), nn.LayerNorm(96)
+        self.up, self.down = nn.Linear(96, 24), nn.Linear(24, 32)
+        self.wide = wide
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(self.first(x)) if isinstance(self.first, nn.Linear) else x
+        out = [self.norm(layer(x)) for layer in self.narrow]
+        if self.wide:
+            out.append(self.norm(self.down(self.up(x).sin())))
+        return torch.stack(out).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("module", "cut"),
+    [
+        (Narrow(1), False),
+        (Narrow(2), True),  # two share the sum
+        (Narrow(1, wide=True), True),  # that is summed already
+        (Narrow(1, learned=False), True),  # that nobody asks for
+    ],
+)
+def test_the_gradient_of_what_a_layer_is_given_is_paid_for_once(module: Narrow, cut: bool) -> None:
+    inputs = {"x": torch.randn(2, 5, 96)}
+    plan = make_plan(module, inputs, tp=2, overrides=["narrow.*=gathered"])
+    assert {plan[f"narrow.{i}.weight"].layout.cut for i in range(len(module.narrow))} == {cut}
+    result = emulate_module(module, inputs, plan)
+    assert result.equal, result.verdict()
+
+
+class Learned(nn.Module):
+    """A layer is given a table of the model, spread over the batch: that table is not its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, WIDTH))
+        self.up, self.down, self.norm = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH), nn.LayerNorm(WIDTH)
+        self.dense = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.table.unsqueeze(0).repeat(x.shape[0], 1, 1)
+        x = self.norm(self.dense(self.norm(x)))
+        return self.norm(x + self.down(self.up(queries).sin()).mean(1, keepdim=True))
+
+
+def test_a_layer_that_is_cut_already_is_not_cut_by_itself() -> None:
+    inputs = {"x": torch.randn(2, 5, WIDTH)}
+    plan = make_plan(Learned(), inputs, tp=2, overrides=["*=gathered"])
+    assert plan["up.weight"].layout.dim == 0 and plan["down.weight"].layout.dim == 1
+    assert gathered(plan) == [("dense", "output")]
+
+
+class Again(nn.Module):
+    """Two layers that run over each of six pictures: what they send counts six times, and what they compute too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.norm(self.down(self.up(part).sin())) for part in x.unbind(1)], 1)
+
+
+def test_a_layer_saves_as_often_as_it_is_applied() -> None:
+    module, inputs = Again(), {"x": torch.randn(2, 6, 5, WIDTH)}
+    plan = make_plan(module, inputs, tp=2)
+    assert plan["up.weight"].layout.cut and plan["down.weight"].layout.cut
+    assert emulate_module(module, inputs, plan).equal
+
+
+class Streams(nn.Module):
+    """Halves of what a layer takes in enter a region that is cut, in the forward that splits them; so do others."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Parameter(torch.randn(WIDTH, 48)), nn.Parameter(torch.randn(48, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = x.chunk(2, dim=1)
+            return torch.cat([(first @ self.up).sin() @ self.down, second.cos()], 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(WIDTH, 96), nn.Tanh(), nn.Linear(96, WIDTH), nn.LayerNorm(WIDTH))
+        self.streams, self.norm = self.Attention(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return self.norm(self.streams(x + x.sin()))
+
+
+def test_only_the_axes_of_a_segment_are_given_up_for_it() -> None:
+    module, inputs = Streams(), {"x": torch.randn(2, 6, WIDTH)}
+    plan = make_plan(module, inputs, tp=2)
+    assert plan["before.0.weight"].layout.cut and plan["before.2.weight"].layout.cut
+    assert not plan["streams.up"].layout.cut
+    assert "only a segment of it enters the cut region" in plan["streams.up"].reason
+
+
+class Box:
+    """An object that a forward is given, so that it cannot be written anew."""
+
+
+class Sized(nn.Module):
+    """Takes another path where a rank has few columns; the layers after it do not."""
+
+    class Few(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+        def forward(self, x: Tensor, box: Box) -> Tensor:
+            x = self.up(x)
+            return self.down(x.sin() if x.shape[-1] > 40 else x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few = self.Few()
+        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 96), nn.Tanh(), nn.Linear(96, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.few(x, Box()))
+
+
+def test_a_forward_that_was_to_be_written_anew_is_let_be_once_nothing_in_it_is_cut() -> None:
+    plan = make_plan(Sized(), {"x": torch.randn(2, 5, WIDTH)}, tp=2)
+    assert not plan["few.up.weight"].layout.cut
+    assert plan["mlp.1.weight"].layout.cut and plan["mlp.3.weight"].layout.cut
+    assert not plan.rewrites

@@ -5,33 +5,24 @@ model's output.  Two candidates exclude each other where they multiply each othe
 into small components (a layer's attention, a layer's mlp, the vocabulary), each solved exactly.
 
 The weight of an axis is the parameters it cuts, less the elements it sends per token times the width at which the two
-break even.  Sizes made of the sequence count at a realistic length, not at the few tokens traced: at 16 tokens it
-would look cheap to cut head_dim and sum the scores.
+break even (:mod:`tpconvert.analyze.costs`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from tpconvert.analyze.axes import Axes, flat
+from tpconvert.analyze.costs import Costs
 from tpconvert.analyze.dealing import Deal
 from tpconvert.analyze.flow import ConflictError, Flow, trace_flow
-from tpconvert.analyze.terms import Term, atoms, find, fraction, leaves
+from tpconvert.analyze.terms import Term, atoms, find, leaves
 
-TOKENS = 4096
-"""The sequence length at which communication is weighed."""
 WIDE = 4
 """Axes that one must exclude to be compared with all of them together."""
-START = 0.4
-"""What it costs to start a collective, in elements per token over the width at which sending breaks even.
-
-All-reduces of 8, 32 and 128 MiB took 0.059, 0.136 and 0.465 ms on two H200: the start is worth 8 MiB, which is 1,000
-elements for each of 4,096 tokens in bf16, where a model of width 4096 breaks even at some 2,700.
-"""
 DEAR = "it would send more than it saves"
 
 
@@ -43,7 +34,8 @@ class Candidate:
     inner: tuple[Term, ...] = ()
     """Atoms it is cut on with when there are more ranks than its units: the query heads of each kv head."""
     weight: float = 0.0
-    parameters: int = 0
+    computed: float = 0.0
+    """Of what it saves, the products: not tables that rows are looked up in."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,89 +67,75 @@ def choose(
     for atom, carriers in ax.carriers.items():
         if any(name in keep for name, _ in carriers):
             rejected[atom] = "the user keeps a parameter of this axis whole"
-    candidates = _candidates(ax, tp, rejected)
-    candidates = _without_dear(ax, tp, candidates, inline, early)
+    costs = Costs(ax)
+
+    def settled(candidates: list[Candidate]) -> Settled:
+        return _settled(ax, tp, candidates, inline, early)
+
+    found = _without_dear(costs, _candidates(costs, tp, rejected), settled)
+    rejected |= found.dropped
+    for c in found.left:
+        if c not in found.chosen and c.atom not in rejected:
+            rejected[c.atom] = "another axis of the same layer cuts more for less communication"
+    return Choice(found.chosen, found.flow, found.deal, rejected)
+
+
+@dataclass(slots=True)
+class Settled:
+    """The best set of some candidates that can be cut together."""
+
+    chosen: list[Candidate]
+    flow: Flow
+    deal: Deal
+    left: list[Candidate]
+    """The candidates that could be cut."""
+    dropped: dict[Term, str]
+    """Why the others cannot."""
+
+
+def _settled(
+    ax: Axes, tp: int, candidates: list[Candidate], inline: frozenset[fx.Node], early: frozenset[str]
+) -> Settled:
+    dropped: dict[Term, str] = {}
     while True:
         chosen = _best(ax, candidates)
-        deal = _dealt(chosen, tp)
+        deal = Deal(tp, {a: s for c in chosen for a, s in shares(c, tp).items()})
         try:
-            flow = trace_flow(ax, deal.shares, inline, early)
-            break
+            return Settled(chosen, trace_flow(ax, deal.shares, inline, early), deal, candidates, dropped)
         except ConflictError as conflict:
-            dropped = [c for c in chosen if {c.atom, *c.inner} & conflict.atoms] or chosen
-            for c in dropped:
-                rejected[c.atom] = conflict.why
-            candidates = [c for c in candidates if c not in dropped]  # what they excluded may be cut now
-    for c in candidates:
-        if c not in chosen and c.atom not in rejected:
-            rejected[c.atom] = "another axis of the same layer cuts more for less communication"
-    return Choice(chosen, flow, deal, rejected)
+            out = [c for c in chosen if {c.atom, *c.inner} & conflict.atoms] or chosen
+            dropped |= {c.atom: conflict.why for c in out}
+            candidates = [c for c in candidates if c not in out]  # what they excluded may be cut now
 
 
-def _dealt(chosen: Iterable[Candidate], tp: int) -> Deal:
-    return Deal(tp, {a: s for c in chosen for a, s in shares(c, tp).items()})
-
-
-def _without_dear(
-    ax: Axes, tp: int, candidates: list[Candidate], inline: frozenset[fx.Node], early: frozenset[str]
-) -> list[Candidate]:
-    """The candidates without those that are better replaced by the several axes they exclude.
+def _without_dear(costs: Costs, candidates: list[Candidate], settled: Callable[[list[Candidate]], Settled]) -> Settled:
+    """The best set, without candidates that are better replaced by the several axes they exclude.
 
     An axis that runs through many layers (the width of the model, where norms are means) is weighed by itself against
     axes whose sums may turn out to be one and the same.  So the collectives of both choices are found and counted.
     """
-    for wide in _best(ax, candidates):
-        excluded = [c for c in candidates if c.atom in ax.multiplies.get(wide.atom, ())]
+    found = settled(candidates)
+    for wide in list(found.chosen):
+        excluded = [c for c in candidates if c.atom in costs.ax.multiplies.get(wide.atom, ())]
         if len(excluded) < WIDE:
             continue
         others = [c for c in candidates if c is not wide]
-        narrow = _worth(ax, tp, _best(ax, others), inline, early)
-        if narrow > -math.inf and narrow >= _worth(ax, tp, _best(ax, candidates), inline, early):
-            candidates = others
-    return candidates
+        narrow = settled(others)
+        if _worth(costs, narrow) >= _worth(costs, found):
+            candidates, found = others, narrow
+    return found
 
 
-def _worth(ax: Axes, tp: int, chosen: list[Candidate], inline: frozenset[fx.Node], early: frozenset[str]) -> float:
-    """What a choice saves, less what its collectives cost: elements sent, and a start each; -inf where it cannot be.
+def _worth(costs: Costs, found: Settled) -> float:
+    """What a choice saves, less what its collectives cost.
 
     A parameter that is cut saves a product for each token, and so does a product of two values (attention's scores).
     """
-    try:
-        flow = trace_flow(ax, _dealt(chosen, tp).shares, inline, early)
-    except ConflictError:
-        return -math.inf
-    rows, sequence = _tokens(ax)
-    even = _break_even(ax)
-    sent = sum(_elements(ax, p.node, sequence) / rows + START * even for p in flow.placed)
-    shared = sum(_products(ax, term, node, sequence) for term, node in _of_values(ax) if node in flow.cut)
-    return sum(c.parameters for c in chosen) + shared / rows - sent * even
+    return sum(c.computed for c in found.chosen) + costs.shared(found.flow) - costs.placed(found.flow)
 
 
-def _of_values(ax: Axes) -> Iterator[tuple[Term, fx.Node]]:
-    """``(dim summed over, op)`` of each product of values that no parameter takes part in."""
-    for term, node in ax.contracts:
-        if len(node.all_input_nodes) > 1 and not any(is_parameter(n) for n in node.all_input_nodes):
-            yield term, node
-    for node in ax.trace.nodes:
-        if node.meta["op"] == "scaled_dot_product_attention":
-            yield ax.of(ax.bound[node]["key"])[-2], node
-            yield ax.of(ax.bound[node]["key"])[-2], node  # its scores, and its values weighted by them
-
-
-def is_parameter(node: fx.Node) -> bool:
-    """Whether a value is a parameter, cast or reshaped."""
-    while len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-    return bool(node.meta["op"] == "parameter")
-
-
-def _products(ax: Axes, term: Term, node: fx.Node, sequence: set[Term]) -> float:
-    """How many products an op adds up, at a realistic length."""
-    return _elements(ax, node, sequence) * (TOKENS if leaves(term) & sequence else term.n)
-
-
-def _candidates(ax: Axes, tp: int, rejected: dict[Term, str]) -> list[Candidate]:
-    rows = _tokens(ax)
+def _candidates(costs: Costs, tp: int, rejected: dict[Term, str]) -> list[Candidate]:
+    ax = costs.ax
     found = []
     leaving = [*ax.trace.outputs.values(), *ax.parts]
     outputs = {a for n in leaving for t in flat(ax.dims[n]) for a in leaves(t)}
@@ -178,7 +156,7 @@ def _candidates(ax: Axes, tp: int, rejected: dict[Term, str]) -> list[Candidate]
             rejected[atom] = "two dims of one parameter carry it"
             continue
         candidate = Candidate(atom)
-        candidate.parameters = _saved(ax, atom)
+        candidate.computed = costs.saved(atom) - costs.looked_up(atom)
         inner = inner_atom(ax, atom)
         candidate.inner = (inner,) if inner is not None else ()
         if not dealable(candidate, tp):
@@ -187,7 +165,7 @@ def _candidates(ax: Axes, tp: int, rejected: dict[Term, str]) -> list[Candidate]
         if coarse := _grain(ax, candidate, tp):
             rejected[atom] = coarse
             continue
-        candidate.weight = candidate.parameters - _sent(ax, atom, rows) * _break_even(ax)
+        candidate.weight = costs.saved(atom) - costs.sent(atom)
         if candidate.weight > 0:
             found.append(candidate)
         else:
@@ -254,83 +232,6 @@ def _stands_inside(ax: Axes, name: str, dim: int, atom: Term, other: Term) -> bo
 def _used_twice(ax: Axes, atom: Term) -> bool:
     names = [name for name, _ in ax.carriers[atom]]
     return len(names) != len(set(names))
-
-
-def _saved(ax: Axes, atom: Term) -> int:
-    total = 0.0
-    for name, dim in ax.carriers[atom]:
-        node = ax.trace.parameters[name]
-        total += math.prod(node.meta["shape"]) * fraction(ax.of(node)[dim], {atom})
-    return int(total)
-
-
-def _tokens(ax: Axes) -> tuple[float, set[Term]]:
-    """``(rows that the widest-read weight is applied to, sequence atoms)``."""
-    sequence: set[Term] = set()
-    rows = 1.0
-    for node in ax.trace.nodes:
-        if node.meta["op"] == "input":
-            whole = node.meta["val"].is_floating_point()
-            dims = ax.of(node)
-            rows = rows if whole else max(rows, math.prod(t.n for t in dims))
-            for term in dims[1:-1] if whole else dims[1:]:
-                sequence |= leaves(term)
-    for term, node in ax.contracts:
-        weights = [n for n in node.all_input_nodes if n.meta["op"] == "parameter" and len(n.meta["shape"]) > 1]
-        if weights and node not in ax.lookups:
-            rows = max(rows, *(term.n * math.prod(node.meta["shape"]) / math.prod(w.meta["shape"]) for w in weights))
-    return rows, sequence
-
-
-def _sent(ax: Axes, atom: Term, tokens: tuple[float, set[Term]]) -> float:
-    """Elements sent per token because of this axis."""
-    rows, sequence = tokens
-    nodes = set(ax.contracted.get(atom, ()))
-    for node in ax.trace.outputs.values():
-        if any(atom in leaves(t) for t in ax.of(node)):
-            nodes.add(node)
-    total = 0.0
-    for node in nodes - ax.parts.keys():
-        total += _elements(ax, node, sequence) / rows
-    for node in ax.parts:
-        if any(atom in leaves(t) for t in ax.of(node)):
-            total += _joining(ax, node, tokens)
-    return total
-
-
-def joining_pays(ax: Axes, weight: fx.Node, result: fx.Node) -> bool:
-    """Whether a layer is worth cutting by itself: a rank's part of its weight for a gather of what it returns."""
-    sent = _joining(ax, result, _tokens(ax))
-    return math.prod(weight.meta["shape"]) > sent * _break_even(ax)
-
-
-def _joining(ax: Axes, result: fx.Node, tokens: tuple[float, set[Term]]) -> float:
-    """Elements sent per token to cut a layer by itself, in those of a sum forward and one backward.
-
-    A gather forward sends half of what a sum does and nothing backward; the gradient of what the layer is given is
-    summed.  And a collective more has to start.
-    """
-    rows, sequence = tokens
-    given = max((_elements(ax, n, sequence) for n in result.meta["call"].inputs.values()), default=0.0)
-    return _elements(ax, result, sequence) / rows / 4 + given / rows / 2 + START * _break_even(ax)
-
-
-def _elements(ax: Axes, node: fx.Node, sequence: set[Term]) -> float:
-    size = float(math.prod(node.meta["shape"]))
-    times = [a.n for t in ax.of(node) for a in atoms(t) if leaves(a) & sequence]
-    for n in times[1:]:
-        size *= max(1.0, TOKENS / n)
-    return size
-
-
-def _break_even(ax: Axes) -> float:
-    """Half of the width that the model's layers usually contract: parameters worth one element sent."""
-    widths = []
-    for term, node in ax.contracts:
-        weighted = any(n.meta["op"] == "parameter" and len(n.meta["shape"]) > 1 for n in node.all_input_nodes)
-        if weighted and term.n > 1 and node not in ax.lookups:
-            widths.append(math.log(term.n))
-    return 0.5 * math.exp(sum(widths) / len(widths)) if widths else 0.0
 
 
 def _best(ax: Axes, candidates: list[Candidate]) -> list[Candidate]:

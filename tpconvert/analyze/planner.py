@@ -76,7 +76,10 @@ class Planner:
                 rewrites.append(self.rewrite(path, why, training))
             except UnsupportedError as error:
                 early |= {path} if self.adds_up(path) else set()
-                atoms = self.atoms_inside(path) or set(self.chosen)
+                atoms = self.atoms_inside(path)
+                if not atoms and path in rewritten:
+                    continue  # it was for an axis that has been given up since
+                atoms = atoms or set(self.chosen)
                 forbidden |= dict.fromkeys(
                     atoms, f"{path or 'the model'}: {why}, and its forward cannot be written anew: {error}"
                 )

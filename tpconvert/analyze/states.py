@@ -152,7 +152,23 @@ def involved(flow: Flow, node: fx.Node) -> set[Term]:
     near = {node, *node.all_input_nodes, *(u for u in node.users if is_op(u))}
     found = set().union(*(flow.atoms(n) for n in near))
     contracted = {t for term, n in flow.ax.contracts if n in near for t in leaves(term)} & flow.cut_atoms
-    return found | contracted or set(flow.cut_atoms)
+    return found | contracted or _further_on(flow, node) or set(flow.cut_atoms)
+
+
+def _further_on(flow: Flow, node: fx.Node) -> set[Term]:
+    """The cut atoms that make the gradient of a value partial: those of what it enters behind its zone."""
+    found: set[Term] = set()
+    pending, seen = [node], {node}
+    while pending:
+        for user in pending.pop().users:
+            if user in seen or not is_op(user):
+                continue
+            seen.add(user)
+            if user in flow.cut or user in flow.partial:
+                found |= flow.atoms(user) | set().union(*(flow.atoms(n) for n in user.all_input_nodes))
+            elif user in flow.zone:
+                pending.append(user)
+    return found
 
 
 def rule_of(flow: Flow, node: fx.Node) -> Rule | None:

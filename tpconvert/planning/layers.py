@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Set
 
 from torch import fx
 
-from tpconvert.analyze.axes import Axes, is_float
+from tpconvert.analyze.axes import is_float
 from tpconvert.analyze.capture import Call
-from tpconvert.analyze.choose import joining_pays
+from tpconvert.analyze.costs import Costs, Layer
+from tpconvert.analyze.flow import Flow
 from tpconvert.spec.plan import Plan
 
 
-def whole_layers(ax: Axes, plan: Plan, named: Set[str]) -> frozenset[str]:
+def whole_layers(flow: Flow, plan: Plan, named: Set[str]) -> frozenset[str]:
     """Modules with a matrix among the ``named`` that a plan leaves whole and that would be worth it."""
     if plan.tp == 1 or not named:
         return frozenset()
+    ax = flow.ax
     whole = {v.name for v in plan.verdicts if not v.layout.cut and v.kind == "parameter" and len(v.shape) > 1} & named
     parents = {c.parent for c in ax.trace.calls}
-    found: dict[str, bool] = {}
+    found: dict[str, list[Layer | None]] = defaultdict(list)
     for _, node in ax.contracts:
         call = node.meta["call"]
         weight = _weight(node, whole)
         if weight is None or call is None or call in parents or not call.module or call.module.startswith("?"):
             continue
         result = _result(call)
-        pays = result is not None and min(weight.meta["shape"]) >= plan.tp and joining_pays(ax, weight, result)
-        found[call.module] = found.get(call.module, True) and pays
-    return frozenset(m for m, pays in found.items() if pays)
+        fits = result is not None and min(weight.meta["shape"]) >= plan.tp
+        found[call.module].append(Layer(weight, result) if fits and result is not None else None)
+    calls = [layer for layers in found.values() if None not in layers for layer in layers if layer is not None]
+    pays = Costs(ax).worthwhile(flow, calls)
+    return frozenset(m for m, layers in found.items() if all(layer in pays for layer in layers))
 
 
 def cut_parameters(plan: Plan) -> int:
@@ -37,9 +42,9 @@ def cut_parameters(plan: Plan) -> int:
 
 
 def _weight(node: fx.Node, whole: Set[str]) -> fx.Node | None:
-    """The whole matrix that a contraction reads, as it is, cast or transposed."""
+    """The whole matrix that a contraction reads, as it is, or as its forward casts or transposes it."""
     for operand in node.all_input_nodes:
-        while len(operand.all_input_nodes) == 1:
+        while len(operand.all_input_nodes) == 1 and operand.meta["call"] is node.meta["call"]:
             operand = operand.all_input_nodes[0]
         if operand.meta["op"] == "parameter" and operand.target in whole:
             return operand

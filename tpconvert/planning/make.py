@@ -118,7 +118,7 @@ class Planning:
     def run(self) -> Plan:
         """The plan that holds; layers that it leaves whole are then cut by themselves, where asked for and worth it."""
         plan = self.settle()
-        layers = whole_layers(self.ax, plan, self.gathered)
+        layers = whole_layers(self.flow, plan, self.gathered)
         if not layers:
             return plan
         self.begin(Axes(self.trace, self.trace.rules, layers), self.training)
@@ -134,6 +134,7 @@ class Planning:
             choice = choose(
                 self.ax, self.tp, forbidden=self.forbidden, pinned=self.pinned, inline=self.inline, early=self.early
             )
+            self.flow = choice.flow
             planner = Planner(self.ax, self.classifier, choice, self.tp)
             draft = planner.draft(self.rewritten, self.training)
             if draft.early - self.early:
