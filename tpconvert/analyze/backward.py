@@ -25,6 +25,7 @@ class Backward:
         """Calls in whose own forward zones are not closed at the children's inputs, but reach up to its own."""
         self.returned = {*flow.ax.trace.outputs.values(), *flow.ax.trace.kept}
         self.scattered = {(p.node, u) for p in flow.scatters for u in p.node.users}
+        self.live = self.reaching_out()
         self.inside: set[fx.Node] = set()
         for node in flow.ax.trace.nodes:
             entered = node in flow.cut or node in flow.partial
@@ -33,6 +34,15 @@ class Backward:
             )
             if node.meta["op"] != "parameter" and (entered or passed):
                 self.inside.add(node)
+
+    def reaching_out(self) -> set[fx.Node]:
+        """Values that take part in what the forward returns or keeps: no gradient comes back from any other."""
+        live: set[fx.Node] = set()
+        for node in reversed(self.flow.ax.trace.nodes):
+            reads = (not is_op(u) or u in live or u.meta.get("watches") for u in node.users)
+            if node in self.returned or any(reads):
+                live.add(node)
+        return live
 
     def run(self) -> None:
         """Visit values from the last to the first."""
@@ -219,6 +229,8 @@ class Backward:
 
     def differentiable(self, user: fx.Node) -> bool:
         """Whether a gradient comes back from ``user``."""
+        if user not in self.live:
+            return False
         if is_many(self.flow.ax.dims[user]):
             return any(i.meta.get("grad") for i in user.users)
         return bool(user.meta.get("grad"))

@@ -74,7 +74,17 @@ SPACES = frozenset(
     ("torch", "torch.functional", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch.fft", "torch.special")
 )
 
-UNLISTED = frozenset(("torch.Tensor.unflatten", "torch._grouped_mm"))
+UNLISTED = frozenset(
+    (
+        "torch.Tensor.new_empty",
+        "torch.Tensor.new_full",
+        "torch.Tensor.new_ones",
+        "torch.Tensor.new_tensor",
+        "torch.Tensor.new_zeros",
+        "torch.Tensor.unflatten",
+        "torch._grouped_mm",
+    )
+)
 """Tensor functions that torch does not list as overridable."""
 
 NOT_OPERATORS = frozenset(("attrgetter", "itemgetter", "methodcaller", "call"))
