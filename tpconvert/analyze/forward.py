@@ -196,22 +196,10 @@ def _may_be_once(flow: Flow, node: fx.Node) -> bool:
 
 
 PICKS = frozenset(
-    [
-        "__getitem__",
-        "index_select",
-        "select",
-        "view",
-        "reshape",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "to",
-        "narrow",
-        "alias",
-        "item",
-    ]
+    "__getitem__ index_select select view reshape unsqueeze squeeze expand narrow alias item "
+    "to float double half bfloat16 type_as contiguous clone".split()
 )
-"""Ops that only pick or spread entries of a parameter."""
+"""Ops that only pick, spread or cast entries of a parameter."""
 
 
 def root_parameter(node: fx.Node) -> fx.Node | None:
