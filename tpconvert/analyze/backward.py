@@ -9,8 +9,8 @@ from torch import fx
 from tpconvert.analyze.axes import flat, inplace_target, is_many, nodes_in
 from tpconvert.analyze.capture import Call
 from tpconvert.analyze.gradients import has_own_backward, watchers
-from tpconvert.analyze.states import ConflictError, Flow, Host, Hosts, Placed, involved, is_op, rule_of
-from tpconvert.analyze.terms import half_cut, leaves
+from tpconvert.analyze.states import ConflictError, Flow, Host, Hosts, Placed, around, involved, is_op, rule_of
+from tpconvert.analyze.terms import Term, half_cut, leaves
 
 JOINS = frozenset(["cat", "concat", "concatenate", "__setitem__"])
 """Ops that put operands beside each other: a whole one stays whole, though the result be cut in other segments."""
@@ -70,7 +70,7 @@ class Backward:
             return
         if node.meta["op"] == "constant":
             why = "the gradient of a tensor that is no parameter of the model cannot be summed"
-            raise ConflictError(involved(flow, node), node, why)
+            raise ConflictError(self.blamed(node), node, why)
         outside = node not in self.inside or node in flow.reduced or node in flow.gathered
         if len(partial) == len(users) and not mixed_many and not returned:
             if not outside or not self.close(node, partial):
@@ -79,11 +79,22 @@ class Backward:
         if not outside:
             if not self.segments_agree(node, users):
                 raise ConflictError(
-                    involved(flow, node), node, "part of its gradient is summed over ranks and part is not"
+                    self.blamed(node), node, "part of its gradient is summed over ranks and part is not"
                 )
             self.pass_on(node)
             return
         self.mixed(node, users, partial, mixed_many)
+
+    def blamed(self, node: fx.Node) -> set[Term]:
+        """The axes a conflict at a value is about: those around it, or else those that it lies inside the region of."""
+        found, seen, pending = around(self.flow, node), {node}, [node]
+        while pending and not found:
+            here = pending.pop(0)
+            found = self.flow.atoms(here) if here in self.flow.cut else set()
+            near = {n for n in here.all_input_nodes if n in self.inside and n not in self.flow.reduced}
+            pending += sorted(near - seen)
+            seen |= near
+        return found or involved(self.flow, node)
 
     def pass_on(self, node: fx.Node) -> None:
         """Let a partial gradient reach what a value was computed from, if that is linear and differentiable at all."""
@@ -93,16 +104,14 @@ class Backward:
         elif node.meta["op"] == "input":
             why = "its gradient is a term of a sum over ranks, and no boundary is there to sum it at"
         if why:
-            raise ConflictError(involved(self.flow, node), node, why)
+            raise ConflictError(self.blamed(node), node, why)
         self.flow.zone.add(node)
 
     def watched(self, node: fx.Node, partial: set[fx.Node], others: set[fx.Node], mixed_many: list[fx.Node]) -> None:
         """A gradient that is seen must be whole where it is seen: summed at the inputs of the modules it comes from."""
         covered, left = self.hosts.covering(node, partial, others)
         if left or mixed_many or node.meta["op"] == "parameter":
-            raise ConflictError(
-                involved(self.flow, node), node, "a hook there would be given a term of a sum over ranks"
-            )
+            raise ConflictError(self.blamed(node), node, "a hook there would be given a term of a sum over ranks")
         self.place(node, covered, left)
 
     def close(self, node: fx.Node, partial: set[fx.Node]) -> bool:
@@ -142,7 +151,7 @@ class Backward:
         """A parameter whose every use gives a term of its gradient has it summed where it is read."""
         if len(partial) < len(users):
             raise ConflictError(
-                involved(self.flow, node), node, f"{node.target} is used both inside and outside the cut region"
+                self.blamed(node), node, f"{node.target} is used both inside and outside the cut region"
             )
         self.flow.sum_grad.add(node)
 
@@ -155,7 +164,7 @@ class Backward:
             return
         if mixed_many:
             raise ConflictError(
-                involved(self.flow, node), node, "only a segment of it enters the cut region, and no module returns it"
+                self.blamed(node), node, "only a segment of it enters the cut region, and no module returns it"
             )
         self.place(node, *self.hosts.covering(node, partial, set(users) - partial))
 
@@ -189,7 +198,7 @@ class Backward:
         if partial and self.half_cut(user):
             # what reaches it from the cut segments is a term of a sum, from the whole ones it is the sum itself
             why = "part of its gradient is summed over ranks and part is not"
-            raise ConflictError(involved(flow, user), user, why)
+            raise ConflictError(self.blamed(user), user, why)
         return partial
 
     def joined_is_partial(self, node: fx.Node, user: fx.Node) -> bool:
@@ -202,7 +211,7 @@ class Backward:
             return True
         if self.is_shared(user):
             why = "part of its gradient is summed over ranks and part is not"
-            raise ConflictError(involved(self.flow, user), user, why)
+            raise ConflictError(self.blamed(user), user, why)
         return False
 
     def is_shared(self, node: fx.Node) -> bool:

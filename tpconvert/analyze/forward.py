@@ -196,8 +196,27 @@ def _may_be_once(flow: Flow, node: fx.Node) -> bool:
 
 
 PICKS = frozenset(
-    "__getitem__ index_select select view reshape unsqueeze squeeze expand narrow alias item "
-    "to float double half bfloat16 type_as contiguous clone".split()
+    [
+        "__getitem__",
+        "index_select",
+        "select",
+        "view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "narrow",
+        "alias",
+        "item",
+        "to",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type_as",
+        "contiguous",
+        "clone",
+    ]
 )
 """Ops that only pick, spread or cast entries of a parameter."""
 

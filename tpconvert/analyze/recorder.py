@@ -19,7 +19,7 @@ from tpconvert.analyze.running import descending_into_functionals, forward_faile
 from tpconvert.analyze.shadow import QUESTIONS
 from tpconvert.analyze.state import parameters_of, stand_ins
 from tpconvert.analyze.trace import Call
-from tpconvert.analyze.trees import Held, constant_slots, is_plain, tensor_slots, tensors_in
+from tpconvert.analyze.trees import Held, constant_slots, fresh, is_plain, tensor_slots, tensors_in
 from tpconvert.analyze.unseen import Below, storage_of, transforming
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
@@ -144,9 +144,10 @@ class Recorder(TorchFunctionMode):
             if not self.blind():
                 self.read |= {node for _, node in self.slots((args, kwargs))}
 
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if self.blind():
-                return
+                return None
+            output = self.returned(output)
             call = self.stack.pop()
             call.outputs = dict(self.slots(output))
             call.end = len(self.graph.nodes)
@@ -154,6 +155,7 @@ class Recorder(TorchFunctionMode):
             call.plain = is_plain(output)
             if module in seen_out:
                 self.read |= set(call.outputs.values())
+            return output
 
         with ExitStack() as stack:
             for module in self.module.modules():
@@ -163,6 +165,19 @@ class Recorder(TorchFunctionMode):
                     stack.callback(module.register_forward_pre_hook(given, prepend=True, with_kwargs=True).remove)
                 stack.enter_context(standing_inside(module, before, after))
             yield
+
+    def returned(self, output: Any) -> Any:
+        """What the call under way returns, which is a value of its own even if it is what it was given.
+
+        So is what stochastic depth returns in training, and a boundary stands there in both modes.
+        """
+        given = self.stack[-1].inputs.values()
+        if type(output) is not torch.Tensor or not output.is_floating_point() or self.node_for(output) not in given:
+            return output
+        with torch.set_grad_enabled(torch.is_grad_enabled() or output.requires_grad):
+            output = torch.positive(output)
+        self.nodes[id(output)].meta["passed"] = True
+        return output
 
     # -- recording ----------------------------------------------------------------------------------------
 
@@ -347,24 +362,6 @@ class Recorder(TorchFunctionMode):
         """``(slot, node)`` of each tensor in ``tree``."""
         for slot, tensor in tensor_slots(tree, prefix):
             yield slot, self.node_for(tensor)
-
-
-def fresh(out: Any, args: Any, kwargs: Any) -> Any:
-    """``out`` with a new tensor object wherever an op returned its own argument, as ``x.to(x.dtype)`` does.
-
-    Otherwise the argument itself would seem to have passed through the op.
-    """
-    if isinstance(out, torch.Tensor):
-        if not any(t is out for t in tensors_in((args, kwargs))):
-            return out
-        with torch._C.DisableTorchFunction():
-            return torch.ops.aten.alias.default(out) if out.layout is torch.strided else out.clone()  # has no views
-    if type(out) not in (tuple, list):
-        return out
-    given = {id(t) for t in tensors_in((args, kwargs))}
-    if any(id(t) in given for t in tensors_in(out)):
-        return type(out)(fresh(o, args, kwargs) for o in out)
-    return out
 
 
 def mutated_alias(old: Any, by: Any) -> Any:

@@ -148,14 +148,19 @@ class Hosts:
 
 
 def involved(flow: Flow, node: fx.Node) -> set[Term]:
-    """The cut atoms around a value, for telling which axes a conflict is about."""
+    """The cut atoms around a value, for telling which axes a conflict is about; all of them where there are none."""
+    return around(flow, node) or further_on(flow, node) or set(flow.cut_atoms)
+
+
+def around(flow: Flow, node: fx.Node) -> set[Term]:
+    """The cut atoms of a value, of what it is computed from and of what is computed from it."""
     near = {node, *node.all_input_nodes, *(u for u in node.users if is_op(u))}
     found = set().union(*(flow.atoms(n) for n in near))
     contracted = {t for term, n in flow.ax.contracts if n in near for t in leaves(term)} & flow.cut_atoms
-    return found | contracted or _further_on(flow, node) or set(flow.cut_atoms)
+    return found | contracted
 
 
-def _further_on(flow: Flow, node: fx.Node) -> set[Term]:
+def further_on(flow: Flow, node: fx.Node) -> set[Term]:
     """The cut atoms that make the gradient of a value partial: those of what it enters behind its zone."""
     found: set[Term] = set()
     pending, seen = [node], {node}

@@ -118,3 +118,21 @@ class Held(str):
         self = super().__new__(cls, f"<{type(value).__name__}>")
         self.held = value
         return self
+
+
+def fresh(out: Any, args: Any, kwargs: Any) -> Any:
+    """``out`` with a new tensor object wherever an op returned its own argument, as ``x.to(x.dtype)`` does.
+
+    Otherwise the argument itself would seem to have passed through the op.
+    """
+    if isinstance(out, torch.Tensor):
+        if not any(t is out for t in tensors_in((args, kwargs))):
+            return out
+        with torch._C.DisableTorchFunction():
+            return torch.ops.aten.alias.default(out) if out.layout is torch.strided else out.clone()  # has no views
+    if type(out) not in (tuple, list):
+        return out
+    given = {id(t) for t in tensors_in((args, kwargs))}
+    if any(id(t) in given for t in tensors_in(out)):
+        return type(out)(fresh(o, args, kwargs) for o in out)
+    return out
