@@ -249,6 +249,8 @@ _VERBS: dict[str, tuple[tuple[Literal["forward", "backward"], str], ...]] = {
     "reduce": (("forward", "all-reduce"),),
     "gather": (("forward", "all-gather"),),
     "scatter": (("backward", "all-gather"),),
+    "once": (),
+    "single": (),
 }
 
 

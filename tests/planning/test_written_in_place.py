@@ -27,7 +27,8 @@ class Filled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         x = self.norm(x)
-        q, v, own = (f(x).view(batch, length, -1, f.out_features // HEADS).transpose(1, 2) for f in (self.q, self.v, self.own))
+        layers = (self.q, self.v, self.own)
+        q, v, own = (f(x).view(batch, length, -1, f.out_features // HEADS).transpose(1, 2) for f in layers)
         k = own.new_empty(*own.shape[:-1], NOPE + ROPE)
         k[..., :NOPE].copy_(own)
         k[..., NOPE:].copy_(self.shared(x)[:, None].expand(-1, own.shape[1], -1, -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -52,6 +53,9 @@ class Backward:
                     self.flow.zone.add(node)
             elif node.meta.get("grad"):
                 self.visit(node)
+        if self.flow.paired:  # where a gradient is a term by itself, that of each rank counts
+            wholes = (p for n, p in self.flow.counted.items() if n not in self.flow.zone)
+            self.flow.copies += [replace(p, kind="single") for p in wholes]
 
     def visit(self, node: fx.Node) -> None:
         """Decide where the gradient of one value is summed."""
@@ -180,6 +184,8 @@ class Backward:
             return True
         if (node, user) in self.scattered and node not in flow.cut:
             return False
+        if user in flow.counted:
+            return flow.paired
         if user.meta["op"] in ("item", "alias"):
             return False
         if node in flow.partial and node not in flow.reduced:

@@ -19,7 +19,6 @@ from torch import fx
 from tpconvert.analyze.axes import inplace_target, is_many, stops_gradient, tensors
 from tpconvert.analyze.dealing import Deal
 from tpconvert.analyze.flow import Flow, Placed
-from tpconvert.analyze.forward import root_parameter
 from tpconvert.analyze.lockstep import (
     all_gather,
     copy,
@@ -31,8 +30,11 @@ from tpconvert.analyze.lockstep import (
     scatter,
     single,
     whole_gradients,
+    writable,
+    writes_leaf,
     zero_forward,
 )
+from tpconvert.analyze.once import root_parameter
 from tpconvert.analyze.randoms import drew
 from tpconvert.analyze.recorder import UNFILLED
 from tpconvert.analyze.states import is_op, reaches_all, seeing
@@ -121,6 +123,8 @@ class Lockstep:
             if inplace_target(node) is None and any(is_op(u) and inplace_target(u) is node for u in node.users):
                 given = [v for n in node.all_input_nodes for v in self.env[n]]
                 self.env[node] = [v if any(v is g for g in given) else writable(v) for v in self.env[node]]
+        if node in self.flow.counted:
+            self.env[node] = [v if r == 0 else zero_forward(v) for r, v in enumerate(self.env[node])]
         if node in self.flow.reduced:
             placed = self.flow.reduced[node]
             self.env[node] = reduce(self.env[node]) if placed.sliced is None else self.crossed(placed, self.env[node])
@@ -314,21 +318,6 @@ class Lockstep:
         value = node.meta["value"]
         flat = torch.arange(value.numel()).reshape(value.shape)
         return self.deal.local(flat, self.ax.of(node), rank) if node in self.flow.cut else flat
-
-
-def writable(value: torch.Tensor) -> torch.Tensor:
-    """The value in memory of its own, since its op may need what it returned for its gradient; views share theirs."""
-    return value if value._base is not None or not value.requires_grad else value.clone()
-
-
-def writes_leaf(node: fx.Node, value: Callable[[fx.Node], torch.Tensor]) -> bool:
-    """Whether an op writes into a parameter, which the forward did without grad."""
-    target = inplace_target(node)
-    if target is None:
-        return False
-    written = value(target)
-    written = written if written._base is None else written._base
-    return written.is_leaf and written.requires_grad
 
 
 def is_local(flow: Flow, node: fx.Node) -> bool:

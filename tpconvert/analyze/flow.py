@@ -18,15 +18,14 @@ from tpconvert.analyze.axes import Axes
 from tpconvert.analyze.backward import Backward, slice_of
 from tpconvert.analyze.capture import Call
 from tpconvert.analyze.forward import (
-    check_once,
     check_sums,
     gather_outputs,
-    is_zero,
     join_parts,
     make_local,
     scatter_wholes,
     walk,
 )
+from tpconvert.analyze.once import check_once, is_zero
 from tpconvert.analyze.states import ConflictError, Flow, Host, Hosts, Placed, involved
 from tpconvert.analyze.terms import Term
 
@@ -57,6 +56,23 @@ def trace_flow(
 
 
 def _close_zones(flow: Flow, hosts: Hosts) -> None:
+    """Find the copies.  Where they fit no boundary, values that count once may give terms of their gradients too."""
+    try:
+        _find_copies(flow, hosts)
+        if not flow.counted or all(p.host is not None for p in flow.copies):
+            return
+    except ConflictError:
+        if not flow.counted:
+            raise
+    before = len([p for p in flow.copies if p.host is None])
+    flow.paired = True
+    _find_copies(flow, hosts)
+    if before and before <= len([p for p in flow.copies if p.host is None]):
+        flow.paired = False
+        _find_copies(flow, hosts)
+
+
+def _find_copies(flow: Flow, hosts: Hosts) -> None:
     """Find the copies; where one would stand inside a forward, try to close its zones at that module's input."""
     lazy: frozenset[Call] = frozenset()
     hopeless: frozenset[Call] = frozenset()

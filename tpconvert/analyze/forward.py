@@ -7,8 +7,9 @@ from collections import defaultdict
 from torch import fx
 
 from tpconvert.analyze.axes import inplace_target, is_many, nodes_in, tensors
+from tpconvert.analyze.once import added_to_terms, count_once, drop, drop_useless, is_zero, may_be_once, root_parameter
 from tpconvert.analyze.ops_math import EXPANDING, UNIFORM
-from tpconvert.analyze.states import ConflictError, Flow, Host, Hosts, Placed, involved, is_op, rule_of
+from tpconvert.analyze.states import ConflictError, Flow, Host, Hosts, Placed, is_op, rule_of
 from tpconvert.analyze.terms import Term, half_cut, leaves
 from tpconvert.analyze.unseen import storage_of
 
@@ -25,6 +26,7 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
     flow.cut.clear()
     flow.partial.clear()
     flow.once.clear()
+    flow.began.clear()
     contracts: dict[fx.Node, bool] = defaultdict(bool)
     contracted: dict[fx.Node, set[Term]] = defaultdict(set)
     for term, node in flow.ax.contracts:
@@ -42,24 +44,23 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
         summed = any(n in flow.cut and flow.atoms(n) & contracted[node] for n in operands)
         if ((seen_cut and flow.atoms(node)) or node in flow.made) and node not in flow.gathered:
             flow.cut.add(node)
-        if partial:
-            # a layer would only make the sum wider; parts of a sum that differ cannot be summed
-            first = contracts[node] or node in flow.cut or node in flow.gathered or writes_kept(flow, node)
-            bad = partial if first or _summed_early(flow, node) else _not_linear(flow, node, partial)
-            for operand in bad:
-                _reduce(flow, hosts, operand)
-            used = any(u in flow.partial for operand in bad for u in operand.users)
-            if used or not all(operand in flow.reduced for operand in bad):
-                return True  # summed further up, so what was seen since is stale
-            if not bad:
-                flow.partial.add(node)
+        if partial and _meets(flow, hosts, node, partial, contracts[node], summed):
+            return True  # summed or counted further up, so what was seen since is stale
         if summed and (node in flow.cut or node in flow.gathered):
             raise ConflictError(contracted[node], node, f"{op} sums over it while its result is cut along another axis")
+        if summed:
+            flow.began.add(node)
         if summed and node not in flow.partial:
             flow.partial.add(node)
             if node in flow.inline:
                 flow.reduced[node] = Placed("reduce", node, None, node.meta["call"])
-            _add_once(flow, node, contracted[node])
+            if _add_once(flow, hosts, node, contracted[node]):
+                return True
+        if node in flow.counted:
+            if node in flow.partial or node in flow.cut:
+                drop(flow, [node])
+                return True
+            flow.partial.add(node)
         target = inplace_target(node)
         if node in flow.partial and target is not None and target.meta["op"] in UNIFORM:
             flow.partial.add(target)
@@ -68,6 +69,26 @@ def walk(flow: Flow, hosts: Hosts) -> bool:
             _reduce(flow, hosts, node)
             return True
     return _drop_stale(flow)
+
+
+def _meets(flow: Flow, hosts: Hosts, node: fx.Node, partial: list[fx.Node], contracts: bool, summed: bool) -> bool:
+    """Let an op see terms of sums where it may, else have them summed before; True where the walk is to begin anew.
+
+    A layer would only make the sum wider, and parts of a sum that differ cannot be summed.
+    """
+    onto = summed and partial == [_added(flow, node)]
+    first = (contracts and not onto) or node in flow.cut or node in flow.gathered
+    first = first or writes_kept(flow, node) or _summed_early(flow, node)
+    if not first and not onto and _counts(flow, hosts, node, partial):
+        return True
+    bad = partial if first else [] if onto else _not_linear(flow, node, partial)
+    for operand in bad:
+        _reduce(flow, hosts, operand)
+    if any(u in flow.partial for operand in bad for u in operand.users):
+        return True
+    if not bad:
+        flow.partial.add(node)
+    return not all(operand in flow.reduced for operand in bad)
 
 
 def join_parts(flow: Flow, hosts: Hosts) -> None:
@@ -90,7 +111,7 @@ def _drop_stale(flow: Flow) -> bool:
         del flow.reduced[node]
     for node in gathers:
         del flow.gathered[node]
-    return bool(reduces or gathers)
+    return drop_useless(flow) or bool(reduces or gathers)
 
 
 def check_periods(flow: Flow, node: fx.Node) -> None:
@@ -156,7 +177,7 @@ def _not_linear(flow: Flow, node: fx.Node, partial: list[fx.Node]) -> list[fx.No
     kinds = {names.get(id(n), "") for n in partial}
     if kinds <= rule.joint:
         group = [n for name in rule.joint for n in nodes_in(bound.get(name))]
-        mixed = [n for n in group if n not in partial and not is_zero(n) and not _may_be_once(flow, n)]
+        mixed = [n for n in group if n not in partial and not is_zero(n) and not may_be_once(flow, n)]
         scalars = [bound[n] for n in rule.joint if isinstance(bound.get(n), int | float) and bound[n] != 0]
         if mixed or scalars:
             return partial
@@ -167,7 +188,7 @@ def _not_linear(flow: Flow, node: fx.Node, partial: list[fx.Node]) -> list[fx.No
     if kinds <= rule.linear and len(partial) == 1 and sum(n is partial[0] for n in nodes_in(list(bound.values()))) == 1:
         added = bound.get(rule.added) if rule.added else None
         if isinstance(added, fx.Node) and not is_zero(added):
-            if not _may_be_once(flow, added):
+            if not may_be_once(flow, added):
                 return partial
             flow.once.add(root_parameter(added) or added)
         return []
@@ -179,91 +200,31 @@ def _is_number(node: fx.Node) -> bool:
     return all(t.is_floating_point() or t.is_complex() for t in tensors(node.meta["val"]))
 
 
-def _add_once(flow: Flow, node: fx.Node, atoms: set[Term]) -> None:
+def _add_once(flow: Flow, hosts: Hosts, node: fx.Node, atoms: set[Term]) -> bool:
+    """Have what a contraction adds to its sum count once; True where that begins further up."""
+    added = _added(flow, node)
+    if added is None or is_zero(added) or (added in flow.partial and added not in flow.reduced):
+        return False
+    if not may_be_once(flow, added):
+        if not count_once(flow, hosts, node, [added]):
+            raise ConflictError(atoms, node, f"{node.meta['op']} adds a whole value to a partial one")
+        return True
+    flow.once.add(root_parameter(added) or added)
+    return False
+
+
+def _added(flow: Flow, node: fx.Node) -> fx.Node | None:
+    """What an op adds to its contraction."""
     rule = rule_of(flow, node)
     added = flow.ax.bound.get(node, {}).get(rule.added) if rule is not None and rule.added else None
-    if not isinstance(added, fx.Node) or is_zero(added):
-        return
-    if not _may_be_once(flow, added):
-        raise ConflictError(atoms, node, f"{node.meta['op']} adds a whole value to a partial one")
-    flow.once.add(root_parameter(added) or added)
+    return added if isinstance(added, fx.Node) else None
 
 
-def _may_be_once(flow: Flow, node: fx.Node) -> bool:
-    """A whole parameter that is only ever added."""
-    root = root_parameter(node)
-    return root is not None and root not in flow.cut and all(_adds(flow, u, n) for u, n in _final_users(root))
-
-
-PICKS = frozenset(
-    [
-        "__getitem__",
-        "index_select",
-        "select",
-        "view",
-        "reshape",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "narrow",
-        "alias",
-        "item",
-        "to",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "type_as",
-        "contiguous",
-        "clone",
-    ]
-)
-"""Ops that only pick, spread or cast entries of a parameter."""
-
-
-def root_parameter(node: fx.Node) -> fx.Node | None:
-    """The parameter a value is picked from, if it is."""
-    while node.meta["op"] in PICKS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node if node.meta["op"] == "parameter" else None
-
-
-def _final_users(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """``(op, operand)`` where entries of a parameter are used other than to be picked from again."""
-    out = []
-    for user in node.users:
-        picked = user.op != "output" and user.meta["op"] in PICKS and user.args[0] is node
-        out += _final_users(user) if picked else [(user, node)]
-    return out
-
-
-def _adds(flow: Flow, user: fx.Node, node: fx.Node) -> bool:
-    rule = rule_of(flow, user)
-    if rule is None:
+def _counts(flow: Flow, hosts: Hosts, node: fx.Node, partial: list[fx.Node]) -> bool:
+    """Whether an op adds whole values to terms that have no boundary yet, and those can count on one rank instead."""
+    if not _is_number(node) or all(_reachable_host(flow, hosts, n) for n in partial):
         return False
-    bound = flow.ax.bound.get(user, {})
-    names = {name for name, value in bound.items() if node in nodes_in(value)}
-    return bool(names) and (names == {rule.added} or names <= rule.joint)
-
-
-def check_once(flow: Flow) -> None:
-    """Refuse a bias that is added to a partial value in one place and to a whole one in another."""
-    for node in flow.once:
-        for user, _ in _final_users(node):
-            if user not in flow.partial:
-                raise ConflictError(
-                    involved(flow, node),
-                    user,
-                    f"{node.target} is added to a partial value here and to a whole one there",
-                )
-
-
-def is_zero(node: fx.Node) -> bool:
-    """Whether a value is all zeros (or not yet written)."""
-    op = node.meta["op"]
-    if op in ("zeros", "new_zeros", "zeros_like", "empty", "new_empty", "empty_like"):
-        return True
-    return op in ("to", "expand", "view", "reshape", "contiguous") and is_zero(node.args[0])  # type: ignore[arg-type]
+    return count_once(flow, hosts, node, added_to_terms(flow, node, partial))
 
 
 def _reduce(flow: Flow, hosts: Hosts, node: fx.Node) -> None:
@@ -272,7 +233,7 @@ def _reduce(flow: Flow, hosts: Hosts, node: fx.Node) -> None:
     if host is not None:
         flow.reduced[node] = Placed("reduce", node, host, host.call)
         return
-    upstream = [n for n in node.all_input_nodes if n in flow.partial and n not in flow.reduced]
+    upstream = _terms(flow, node)
     if not upstream or not all(_reachable_host(flow, hosts, n) for n in upstream):
         flow.reduced[node] = Placed("reduce", node, None, node.meta["call"])
         return
@@ -280,10 +241,17 @@ def _reduce(flow: Flow, hosts: Hosts, node: fx.Node) -> None:
         _reduce(flow, hosts, operand)
 
 
+def _terms(flow: Flow, node: fx.Node) -> list[fx.Node]:
+    """What a value is a sum of, if it is nothing but that."""
+    if node in flow.began:
+        return []
+    return [n for n in node.all_input_nodes if n in flow.partial and n not in flow.reduced]
+
+
 def _reachable_host(flow: Flow, hosts: Hosts, node: fx.Node) -> bool:
     if hosts.output(node) is not None:
         return True
-    upstream = [n for n in node.all_input_nodes if n in flow.partial and n not in flow.reduced]
+    upstream = _terms(flow, node)
     return bool(upstream) and all(_reachable_host(flow, hosts, n) for n in upstream)
 
 

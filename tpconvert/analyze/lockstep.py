@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
+
+from tpconvert.analyze.axes import inplace_target
 
 
 class _Ranks(torch.autograd.Function):
@@ -137,3 +139,18 @@ def whole_gradients(leaves: list[fx.Node], weights: list[tuple[fx.Node, torch.Te
     grads = torch.autograd.grad(total, tensors, allow_unused=True, retain_graph=True)
     pairs = zip(zip(leaves, tensors, strict=True), grads, strict=True)
     return {n: g.to_dense() if g is not None else torch.zeros_like(p) for (n, p), g in pairs}
+
+
+def writable(value: torch.Tensor) -> torch.Tensor:
+    """The value in memory of its own, since its op may need what it returned for its gradient; views share theirs."""
+    return value if value._base is not None or not value.requires_grad else value.clone()
+
+
+def writes_leaf(node: fx.Node, value: Callable[[fx.Node], torch.Tensor]) -> bool:
+    """Whether an op writes into a parameter, which the forward did without grad."""
+    target = inplace_target(node)
+    if target is None:
+        return False
+    written = value(target)
+    written = written if written._base is None else written._base
+    return written.is_leaf and written.requires_grad

@@ -318,6 +318,7 @@ class Planner:
                 hits = [t for t, n in self.ax.contracts if n is upstream]
                 found = {self.candidates[a] for t in hits for a in leaves(t) & self.flow.cut_atoms}
                 upstream = next((n for n in upstream.all_input_nodes if n in self.flow.partial), None)  # type: ignore[assignment]
+            found = found or {self.candidates[a] for a in self.summed_over([node])}
         if placed.kind in ("copy", "all_gather"):
             pending = list(node.users)
             for user in pending[:64]:

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from tpconvert.analyze.by_values import shaped_by_values
 from tpconvert.analyze.entering import Entered
 from tpconvert.analyze.gradients import is_foreign, mark_differentiable, showing_functions, watch, watches
 from tpconvert.analyze.hooks import sees_inputs, sees_outputs, standing_inside
@@ -32,9 +33,6 @@ EXPORTS = frozenset(["untyped_storage", "storage", "__dlpack__", "__array__", "d
 
 UNFILLED = frozenset(["empty", "empty_like", "new_empty", "empty_strided"])
 """Give memory that nothing was written to; with values it holds zeros, the same at every run."""
-
-DATA_SHAPED = frozenset(["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"])
-"""Ops whose result has a shape that hangs on values."""
 
 
 class Noted(Formulas):
@@ -249,11 +247,7 @@ class Recorder(TorchFunctionMode):
             node.meta["dtypes"] = [(n, d) for c, n, d in reversed(self.reads) if c is call]
         if name == "embedding":
             node.meta["layer"] = runs_in(nn.Embedding.forward)
-        if (
-            name in DATA_SHAPED
-            or (name == "where" and len(args) == 1)
-            or any(n in self.by_data for n in node.all_input_nodes)
-        ):
+        if shaped_by_values(node, inplace, self.by_data):
             self.by_data.add(node)
         if inplace:
             target = kwargs["out"] if kwargs.get("out") is not None else args[0]

@@ -61,11 +61,19 @@ class Flow:
     """Ops that make a cut dim out of nothing (an expand, a constant fill) and do so in its local size."""
     partial: set[fx.Node] = field(default_factory=set)
     """Values that are terms of a sum when computed (before their reduce, if they have one)."""
+    began: set[fx.Node] = field(default_factory=set)
+    """Those that are terms since their op sums over a cut axis."""
     reduced: dict[fx.Node, Placed] = field(default_factory=dict)
     gathered: dict[fx.Node, Placed] = field(default_factory=dict)
     kept: set[fx.Node] = field(default_factory=set)
     """Parameters that carry a cut axis but are used only behind its gather, and so stay whole."""
     once: set[fx.Node] = field(default_factory=set)
+    counted: dict[fx.Node, Placed] = field(default_factory=dict)
+    """Values that are whole when computed, and from where a module returns them terms of a sum."""
+    paired: bool = False
+    """Whether these count on one rank backward too, so that what they are computed from gets a term of its gradient."""
+    uncounted: set[fx.Node] = field(default_factory=set)
+    """Values that were to be, and would have been summed right there."""
     sum_grad: set[fx.Node] = field(default_factory=set)
     """Parameters whose gradient is partial."""
     zone: set[fx.Node] = field(default_factory=set)
@@ -87,7 +95,8 @@ class Flow:
     @property
     def placed(self) -> list[Placed]:
         """Every collective."""
-        return [*self.reduced.values(), *self.gathered.values(), *self.joins, *self.copies, *self.scatters]
+        sums = [*self.counted.values(), *self.reduced.values(), *self.gathered.values()]
+        return [*sums, *self.joins, *self.copies, *self.scatters]
 
     def atoms(self, node: fx.Node) -> set[Term]:
         """The cut atoms among a value's dims."""

@@ -109,7 +109,7 @@ class _Teller:
         for node in self.trace.nodes:
             self.uses(node)
             self.entries(node)
-        for placed in (*self.flow.scatters, *self.flow.gathered.values()):
+        for placed in (*self.flow.counted.values(), *self.flow.scatters, *self.flow.gathered.values()):
             self.crossing(placed)
 
     # -- what is cut --------------------------------------------------------------------------------------
@@ -310,8 +310,8 @@ class _Teller:
         path = placed.call.module if placed.call is not None else ""
         if placed.kind == "gather" and self.styles.get(path) == "column-gathered" and placed.host is not None:
             return
-        what = "joined" if placed.kind == "gather" else "taken in part"
-        names = self.carrying(self.flow.atoms(placed.node))
+        what = {"gather": "joined", "scatter": "taken in part", "once": "counted on one rank"}[placed.kind]
+        names = self.carrying(self.flow.atoms(placed.node) or involved(self.flow, placed.node))
         self.misfit(names, f"a value is {what} in {path or 'the model'} where no layer does it")
 
     # -- names --------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from tpconvert.parallel.collectives import (
     copy_span,
     gather,
     gather_slices,
+    once,
     parts_of,
     reduce,
     reduce_scatter,
@@ -37,6 +38,9 @@ SLICES: dict[str, Callable[[Tensor, Any, Mesh], Tensor]] = {
 }
 """Of a tensor, a dim and a mesh."""
 
+TERMS: dict[str, Callable[[Tensor, Mesh], Tensor]] = {"reduce": reduce, "once": once, "single": single}
+"""Of a tensor and a mesh."""
+
 
 @dataclass(frozen=True)
 class Crossing:
@@ -54,8 +58,8 @@ class Crossing:
             if span is not None:
                 return copy_span(x, self.boundary.dim, span, self.mesh)
             return copy_own(x, self.mesh) if self.boundary.side == "output" else copy(x, self.mesh)
-        if kind in ("reduce", "single"):
-            return reduce(x, self.mesh) if kind == "reduce" else single(x, self.mesh)
+        if kind in TERMS:
+            return TERMS[kind](x, self.mesh)
         if self.parts is None:
             return SLICES[kind](x, self.boundary.dim, self.mesh)
         return gather(x, self.parts, self.mesh) if kind == "gather" else scatter(x, self.parts, self.mesh)

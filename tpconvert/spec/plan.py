@@ -25,7 +25,7 @@ from tpconvert.spec.layout import Block, Layout
 
 FORMAT = 1
 
-Kind = Literal["reduce", "reduce_scatter", "gather", "all_gather", "copy", "single", "scatter"]
+Kind = Literal["reduce", "reduce_scatter", "gather", "all_gather", "once", "copy", "single", "scatter"]
 """In the order in which those at one place happen."""
 Side = Literal["input", "output"]
 UNKNOWN = "its plan was made without looking for slices"
@@ -72,12 +72,14 @@ class Boundary:
     reduce          sum over ranks                        identity
     gather          parts joined along ``dim``            this rank's part
     scatter         this rank's part along ``dim``        parts joined
+    once            identity on rank 0, zeros on others   identity
     all_gather      slices joined along ``dim``           this rank's slice of the sum
     reduce_scatter  this rank's slice of the sum          slices joined
     single          identity                              identity on rank 0, zeros on others
     ==============  ====================================  ====================================
 
-    The last three are of the sliced form only (:class:`Slices`).  A gather or scatter without ``blocks`` is of slices.
+    ``all_gather`` and ``reduce_scatter`` are of the sliced form only (:class:`Slices`).  A gather or scatter without
+    ``blocks`` is of slices.
     """
 
     kind: Kind

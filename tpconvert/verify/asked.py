@@ -36,6 +36,8 @@ class Asked:
 
     mode: str
     called: set[str]
+    used: frozenset[str]
+    """The parameters that it used."""
     boundaries: tuple[Boundary, ...]
     edits: tuple[Edit, ...]
 
@@ -55,17 +57,21 @@ def asked(
     draft = planner.draft({r.module: r.reason for r in plan.rewrites}, Training(module, inputs, ax)).plan
     if sliced is not None:
         draft, _ = planner.sliced(sliced, AsRecorded())
-    return Asked(mode, {call.module for call in trace.calls}, draft.boundaries, draft.edits)
+    called = {call.module for call in trace.calls}
+    return Asked(mode, called, frozenset(trace.parameters), draft.boundaries, draft.edits)
 
 
 def compare_asked(plan: Plan, graphs: Sequence[Asked]) -> Iterator[Check]:
     """One check for each boundary and each edit that the plan has or a graph asks for.
 
     An edit is for all calls, though not all may ask for it.  Modules that were not called, such as experts without a
-    token, say nothing.
+    token, say nothing; nor do those whose axis was not used.
     """
     for graph in graphs:
-        yield from _compared("boundary", plan.boundaries, graph.boundaries, graph.called, graph.mode)
+        idle = {a.name: a.parameters for a in plan.axes if graph.used.isdisjoint(a.parameters)}
+        owners = tuple({f"{n.rpartition('.')[0]}." for names in idle.values() for n in names})
+        have = [b for b in plan.boundaries if b.axis not in idle and not f"{b.module}.".startswith(owners)]
+        yield from _compared("boundary", have, graph.boundaries, graph.called, graph.mode)
     edits = [edit for graph in graphs for edit in graph.edits]
     called = {module for graph in graphs for module in graph.called}
     yield from _compared("edit", plan.edits, edits, called, graphs[0].mode)
