@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.equal import difference
+from tpconvert.parallel import parallelize
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 from tpconvert.verify import compare_on_rank, emulate_module
@@ -371,3 +372,26 @@ def test_a_forward_that_was_to_be_written_anew_is_let_be_once_nothing_in_it_is_c
     assert not plan["few.up.weight"].layout.cut
     assert plan["mlp.1.weight"].layout.cut and plan["mlp.3.weight"].layout.cut
     assert not plan.rewrites
+
+
+def test_a_hook_sees_what_its_layer_returns_put_together(run_ranks: Callable[..., list[Any]]) -> None:
+    plan = make_plan(*hooked(), tp=2, overrides=["*=gathered"])
+    assert gathered(plan) == [("dense", "output"), ("turned", "output")]
+    assert run_ranks(seen_by_hook, 2, plan.dumps()) == [None, None]
+
+
+def hooked() -> tuple[nn.Module, dict[str, Any]]:
+    """With a hook of the user's that keeps what a layer returns."""
+    module, inputs = built()
+    module.seen = []  # type: ignore[assignment]
+    module.dense.register_forward_hook(lambda layer, args, out: module.seen.append(out.detach()))  # type: ignore[operator]
+    return module, inputs
+
+
+def seen_by_hook(mesh: Any, plan: str) -> None:
+    module, inputs = hooked()
+    module(**inputs)
+    whole = list(module.seen)  # type: ignore[arg-type]
+    module.seen.clear()  # type: ignore[operator]
+    parallelize(module, Plan.loads(plan), mesh)(**inputs)
+    torch.testing.assert_close(module.seen, whole)

@@ -99,7 +99,8 @@ class Axes:
         beyond = [(t, Blocked(n, JOINED)) for n in self.parts for t in self.of(n)]
         self.dims |= self.parts
         for node in trace.read:
-            self.block(flat(self.dims[node]), node, "Python reads its values")
+            if node not in self.parts or node.meta["call"].asked:  # a hook of its layer's sees it put together
+                self.block(flat(self.dims[node]), node, "Python reads its values")
         for call in trace.calls:
             if call.stand_ins:  # which a converted module would read as if they were its own
                 for node in (*call.stand_ins, *call.inputs.values()):
