@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -41,21 +42,39 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.router = nn.LayerNorm(MODEL), Router()
+        self.into, self.out = nn.Linear(MODEL, HIDDEN), nn.Linear(HIDDEN, MODEL)
         self.up, self.down = Parallel(MODEL, HIDDEN), Parallel(HIDDEN, MODEL)
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = self.norm(x).flatten(0, 1)
+        flat = self.norm(x + self.out(self.into(x).tanh())).flatten(0, 1)
         order, counts, weight = self.router(flat)
         y = self.down(self.up(flat[order], counts).tanh(), counts) * weight[order, None]
         return x + torch.zeros_like(flat).index_add(0, order, y).view(x.shape)
 
 
-def built() -> tuple[nn.Module, dict[str, Tensor]]:
+class Found(nn.Module):
+    """As many rows as values above zero, which no parameter has to do with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(MODEL, HIDDEN), nn.Linear(HIDDEN, 1)
+        self.up, self.down = nn.Linear(MODEL, HIDDEN), nn.Linear(HIDDEN, MODEL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [(s > 0).nonzero()[:, 0].tolist() for s in self.out(self.into(x).tanh())[..., 0]]
+        rows = x.new_zeros(len(x), max(map(len, found)), MODEL)
+        for i, places in enumerate(found):
+            rows[i, : len(places)] = x[i, places]
+        return self.down(self.up(rows).tanh()).sum(1)
+
+
+def built(net: type[nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
-    return Experts().double(), {"x": torch.randn(2, 9, MODEL, dtype=torch.float64)}
+    return net().double(), {"x": torch.randn(2, 9, MODEL, dtype=torch.float64)}
 
 
-def test_numbers_counted_by_values_may_be_others_in_a_dry_run(pool: Pool) -> None:
-    plan = make_plan(*built(), tp=2)
-    assert plan["up.weight"].layout.dim == 1 and plan["down.weight"].layout.dim == 2
-    assert pool.run(difference, 2, __name__, plan.dumps())[0] is None
+@pytest.mark.parametrize("net", [Experts, Found])
+def test_numbers_counted_by_values_may_be_others_in_a_dry_run(net: type[nn.Module], pool: Pool) -> None:
+    plan = make_plan(*built(net), tp=2)
+    assert plan["up.weight"].layout.cut and plan["down.weight"].layout.cut
+    assert pool.run(difference, 2, __name__, plan.dumps(), net)[0] is None
