@@ -68,12 +68,29 @@ class Found(nn.Module):
         return self.down(self.up(rows).tanh()).sum(1)
 
 
+class Lengthened(nn.Module):
+    """Each row as often as its values say, in memory of a size that is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(MODEL, HIDDEN), nn.Linear(HIDDEN, 1)
+        self.up, self.down = nn.Linear(MODEL, HIDDEN), nn.Linear(HIDDEN, MODEL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = (self.out(self.into(x).tanh())[..., 0] * 4).abs().ceil().long()
+        rows = torch.zeros((len(x), times.sum(1).max(), MODEL), dtype=x.dtype)
+        for i, (row, n) in enumerate(zip(x, times, strict=True)):
+            repeated = row.repeat_interleave(n, dim=0)
+            rows[i, : len(repeated)] = repeated
+        return self.down(self.up(rows).tanh()).sum(1)
+
+
 def built(net: type[nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     return net().double(), {"x": torch.randn(2, 9, MODEL, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize("net", [Experts, Found])
+@pytest.mark.parametrize("net", [Experts, Found, Lengthened])
 def test_numbers_counted_by_values_may_be_others_in_a_dry_run(net: type[nn.Module], pool: Pool) -> None:
     plan = make_plan(*built(net), tp=2)
     assert plan["up.weight"].layout.cut and plan["down.weight"].layout.cut
