@@ -45,7 +45,7 @@ ELEMENTWISE: dict[str, list[Case]] = {
     **binary("__mul__ __rmul__ __add__ __radd__ __sub__ __rsub__ __eq__ __ne__ __lt__ __gt__ __le__ __ge__"),
     **binary("pow float_power __pow__ __rpow__", positive(*X), positive(5)),
     **binary("__and__ __rand__ __or__ __ror__ __xor__", bits(3, 5), bits(5)),
-    **binary("__floordiv__ __rfloordiv__", places(3, 5, below=4) + 1, places(5, below=4) + 1),
+    **binary("__floordiv__ __rfloordiv__ floor_divide", places(3, 5, below=4) + 1, places(5, below=4) + 1),
     **binary("__lshift__ __rshift__", places(3, 5, below=4), places(5, below=4)),
 }
 

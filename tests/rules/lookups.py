@@ -70,6 +70,9 @@ LOOKUPS: dict[str, list[Case]] = {
         case(lambda x, m: x[:, m], Z, bits(5)),
         case(lambda x, m: x[m], Z, bits(3, 5)),
         case(lambda x, i: x[0, i], Z, places(11, below=5)),
+        case(lambda x, i: x[:, i:], Z, torch.tensor(2)),
+        case(lambda x, i: x[None, :, 1:i, 0], Z, torch.tensor(4)),
+        case(lambda x, i, j: x[:, i:, j], Z, torch.tensor(2), places(11, below=7)),
     ],
     "__setitem__": [
         case(lambda x, y: _set(x, (slice(None), slice(1, None)), y), Z, (3, 4, 7)),
@@ -85,7 +88,11 @@ LOOKUPS: dict[str, list[Case]] = {
     "select": [case(lambda x: x.select(1, 2), Z), case(lambda x: x.select(-1, -1), Z)],
     "narrow": [case(lambda x: x.narrow(1, 1, 3), Z), case(lambda x: torch.narrow(x, -1, 0, 4), Z)],
     "diag_embed": [case(torch.diag_embed, X), case(lambda x: torch.diag_embed(x, 1), X)],
-    "unfold": [case(lambda x: x.unfold(1, 2, 1), Z), case(lambda x: x.unfold(-1, 3, 2), Z)],
+    "unfold": [
+        case(lambda x: x.unfold(1, 2, 1), Z),
+        case(lambda x: x.unfold(-1, 3, 2), Z),
+        case(lambda x: x.unfold(dimension=1, size=2, step=1), Z),
+    ],
 }
 
 
@@ -120,6 +127,8 @@ def space() -> dict[str, list[Case]]:
             case(lambda x: F.pad(x, (1, 1), mode="reflect"), Z),
             case(lambda x: F.pad(x, (-1, 2)), Z),
             case(lambda x: F.pad(x, (1, -2)), Z),
+            case(lambda x, n: F.pad(x, (n, 0)), Z, torch.tensor(2)),
+            case(lambda x, n: F.pad(x, (1, n), mode="reflect"), Z, torch.tensor(2)),
         ],
         "max_pool3d": [case(lambda x: F.max_pool3d(x, 2), (2, 3, 5, 7, 4))],
         "avg_pool3d": [case(lambda x: F.avg_pool3d(x, 2), (2, 3, 5, 7, 4))],

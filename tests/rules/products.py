@@ -84,6 +84,16 @@ PRODUCTS: dict[str, list[Case]] = {
         case(lambda w, i: F.embedding(i, w, padding_idx=6), (7, 5), places(2, 3, below=7)),
         case(lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), (7, 5), places(5, 3, below=7)),
     ],
+    "embedding_bag": [
+        case(lambda w, i: F.embedding_bag(i, w), (7, 5), places(2, 3, below=7)),
+        case(lambda w, i, b: F.embedding_bag(i, w, b, mode="max"), (7, 5), places(11, below=7), torch.tensor([0, 4])),
+        case(
+            lambda w, i, s: F.embedding_bag(i, w, per_sample_weights=s, mode="sum"),
+            (7, 5),
+            places(2, 3, below=7),
+            (2, 3),
+        ),
+    ],
     "conv1d": [
         case(F.conv1d, (2, 3, 7), (5, 3, 2), (5,)),
         case(lambda x, w, b: F.conv1d(x, w, b, groups=3), (2, 6, 7), (15, 2, 2), (15,)),

@@ -71,6 +71,7 @@ def shapes() -> dict[str, list[Case]]:
             case(lambda x: x.repeat(1, 2), X),
             case(lambda x: x.repeat(7, 1, 2), X),
             case(lambda x: x.repeat(1, 7), (3, 1)),
+            case(lambda x, n: x.repeat(1, n), X, torch.tensor(2)),
         ],
         "tile": [
             case(lambda x: x.tile(1, 2), X),

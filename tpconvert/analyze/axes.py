@@ -300,7 +300,7 @@ class Axes:
 def bind(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
     """An op's arguments by name; torch's other spellings of a name count as that name."""
     spelling = {"self": "input", "axis": "dim", "tensor": "input", "x1": "input", "x2": "other", "mat2": "other"}
-    spelling |= {"src": "source", "value": "source", "indices": "index"}
+    spelling |= {"dimension": "dim", "src": "source", "value": "source", "indices": "index"}
     out: dict[str, Any] = {}
     for i, value in enumerate(node.args):
         out[names[i] if i < len(names) else f"*{i}"] = value

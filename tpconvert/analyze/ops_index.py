@@ -66,6 +66,7 @@ def index(ax: Axes, node: fx.Node, dims: Dims, items: Any, path: tuple[Any, ...]
     out: Dims = []
     looked_up: list[Dims] = []
     place: int | None = None
+    basic = all(i is None or i is ... or isinstance(i, int | slice) for i in items)
     d = 0
     for item, at in zip(items, paths, strict=True):
         if item is ...:
@@ -83,7 +84,8 @@ def index(ax: Axes, node: fx.Node, dims: Dims, items: Any, path: tuple[Any, ...]
             out.append(_slice(ax, node, dims[d], slice(first, first + 1), ()))
             d += 1
         elif isinstance(item, slice):
-            out.append(_slice(ax, node, dims[d], item, at))
+            size = shape[len(out)] if shape is not None and basic else None
+            out.append(_slice(ax, node, dims[d], item, at, size))
             d += 1
         else:
             n = _index_dims(item)
@@ -130,10 +132,13 @@ def _take(ax: Axes, node: fx.Node, term: Term, position: int, path: tuple[Any, .
         ax.site(node, path, left)
 
 
-def _slice(ax: Axes, node: fx.Node, term: Term, item: slice, path: tuple[Any, ...]) -> Term:
+def _slice(ax: Axes, node: fx.Node, term: Term, item: slice, path: tuple[Any, ...], size: int | None = None) -> Term:
+    """A run of a dim; ``size`` is the result's, where it is known."""
     if any(isinstance(v, fx.Node) for v in (item.start, item.stop, item.step)):
         ax.block(term, node, "sliced by data")
-        raise ValueError("a slice that depends on data")
+        if size is None:
+            raise ValueError("a slice that depends on data")
+        return V(size)
     start, stop, step = item.indices(term.n)
     if step != 1:
         return _strided(ax, node, term, start, stop, step)

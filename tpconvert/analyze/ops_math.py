@@ -105,6 +105,15 @@ def embedding(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     return ax.of(a["indices"]) + table[1:]
 
 
+def embedding_bag(ax: Axes, node: fx.Node, a: Bound) -> list[Dims]:
+    """Sums, means or maxima of rows looked up by data."""
+    table = ax.of(a["weight"])
+    others = [n for n in nodes_in((node.args, node.kwargs)) if n is not a["weight"]]
+    ax.block([table[0], *(t for n in others for t in ax.of(n))], node, "embedding_bag: looked up by data")
+    bags, *counts = fresh_dims(node)
+    return [[bags[0], table[1]], *([[d[0], table[1]] if len(d) == 2 else d for d in counts])]
+
+
 def grouped_mm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     """A matrix for each group of rows."""
     x, w = ax.of(a["input"]), ax.of(a["other"])

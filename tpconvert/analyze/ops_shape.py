@@ -126,6 +126,10 @@ def repeat(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     paths, counts = _sizes(node, 1, "repeats", "dims")
     few = len(dims) - len(counts)  # tile may name the last dims only
     for path, times, term in zip([()] * few + paths, [1] * few + counts, dims, strict=True):
+        if isinstance(times, fx.Node):
+            out.append(V(shape[len(out)]))
+            ax.block([term, out[-1]], node, "repeat: counted by data")
+            continue
         if times == 1:
             out.append(term)
             continue
@@ -212,6 +216,10 @@ def pad(ax: Axes, node: fx.Node, a: Bound) -> Dims:
     for j in range(len(widths) // 2):
         left, right = widths[2 * j], widths[2 * j + 1]
         i = len(dims) - 1 - j
+        if any(isinstance(width, fx.Node) for width in (left, right)):
+            ax.block(dims[i], node, "pad: counted by data")
+            dims[i] = V(node.meta["shape"][i])
+            continue
         if not left and not right:
             continue
         if a.get("mode", "constant") != "constant":
