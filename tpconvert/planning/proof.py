@@ -7,7 +7,7 @@ out in another shape, or a forward that fails, names the module at fault.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -18,7 +18,7 @@ from tpconvert.analyze.capture import Call, Inputs, Trace, capture
 from tpconvert.analyze.choose import Choice
 from tpconvert.analyze.copies import copied
 from tpconvert.analyze.shadow import Shadow, needs_shadow
-from tpconvert.analyze.terms import Term
+from tpconvert.analyze.terms import Term, leaves
 from tpconvert.errors import RewriteError, SourceError
 from tpconvert.parallel import parallelize
 from tpconvert.parallel.layers import RowParallelLinear
@@ -26,6 +26,9 @@ from tpconvert.parallel.mesh import dry_mesh
 from tpconvert.planning.training import constants, own_ops
 from tpconvert.spec.plan import Plan
 from tpconvert.spec.sliced import sliced_form
+
+COUNTS = frozenset(["tolist", "item", "__int__", "__index__"])
+"""Questions that make numbers of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +96,24 @@ def _compare(
     expected, have = own_ops(trace), own_ops(found)
     faults: dict[str, Fault] = {}
     by_data = trace.by_data
+    counting = bool(by_data) or any(c.asked in COUNTS for c in trace.calls)
     for path, calls in expected.items():
         if path.startswith("?") or path in rewritten or _is_ours(local.get_submodule(path)):
             continue
-        for nodes, others in zip(calls, have.get(path, ()), strict=False):
+        for both in zip(calls, have.get(path, ()), strict=False):
+            nodes, others = ([n for n in side if not n.meta.get("passed")] for side in both)  # it only hands them on
             if choice.flow.sliced_dims and _parts_by_values(nodes, others, by_data):
                 continue  # as it may without slices, where this was looked at
+            counted = counting and _counts_values(nodes, others)
             for node, other in _counterparts(nodes, others, by_data):
+                if other is None and counted:
+                    break
                 if other is None:
                     missing = f"on rank {rank} it takes another path, without {node.meta['op']}"
                     faults.setdefault(path, Fault(path, missing))
                     break
-                why = _differs(node, other, choice, rank, by_data) or _reads_differ(node, other, choice, rank, by_data)
+                why = _differs(node, other, choice, rank, _unsure(choice, counted or node in by_data, counting))
+                why = why or (None if counted else _reads_differ(node, other, choice, rank, by_data))
                 if why is None and len(others) < len(nodes):
                     why = _left_out_differs(node, other, choice, rank)
                 if why is not None:
@@ -115,7 +124,8 @@ def _compare(
             if slot not in other.outputs or (call.parent is None and node in choice.flow.sliced):
                 continue  # slices are put together as the model returns them
             returned = not _gathered_around(choice, node, call)
-            if (why := _differs(node, other.outputs[slot], choice, rank, by_data, returned)) is not None:
+            unsure = _unsure(choice, node in by_data or (counting and _given_others(call, other)), counting)
+            if (why := _differs(node, other.outputs[slot], choice, rank, unsure, returned)) is not None:
                 faults.setdefault(call.module, Fault(call.module, why))
     inner = {p for p in faults if not any(q != p and q.startswith(f"{p}.") for q in faults)}
     return [faults[p] for p in faults if p in inner]
@@ -225,8 +235,33 @@ def _paired_calls(trace: Trace, found: Trace):  # type: ignore[no-untyped-def]
     return [(c, others[c.module, c.index]) for c in trace.calls if (c.module, c.index) in others]
 
 
+def _unsure(choice: Choice, counted: bool, counting: bool) -> Callable[[Term], bool]:
+    """Which dims that are not cut may have another size in a dry run, which does not have the whole model's values.
+
+    Those of what is ``counted`` by values; where anything is, those that no parameter has.
+    """
+    ax = choice.flow.ax
+    return lambda term: (
+        counted or (counting and not any(a in ax.input_atoms or ax.carriers.get(a) for a in leaves(term)))
+    )
+
+
+def _counts_values(nodes: list[fx.Node], others: list[fx.Node]) -> bool:
+    """Whether a forward was given numbers that somebody counted by values, which a dry run does not have."""
+    calls = [n.meta["call"] for n in (*nodes[:1], *others[:1])]
+    return len(calls) == 2 and None not in calls and _given_others(*calls)
+
+
+def _given_others(call: Call, other: Call) -> bool:
+    """Whether two calls were given lists of other integers."""
+    mine, theirs = (
+        {s: v for s, v in c.constants.items() if s.count(".") > 1 and type(v) is int} for c in (call, other)
+    )
+    return mine != theirs
+
+
 def _differs(
-    node: fx.Node, other: fx.Node, choice: Choice, rank: int, by_data: set[fx.Node], returned: bool = False
+    node: fx.Node, other: fx.Node, choice: Choice, rank: int, unsure: Callable[[Term], bool], returned: bool = False
 ) -> str | None:
     """How an op's shape differs from the predicted one."""
     ax = choice.flow.ax
@@ -241,8 +276,9 @@ def _differs(
     if node in sliced:  # a slice on a dry mesh is all but the last token
         want = tuple(n - (i == choice.flow.sliced_dims[node]) for i, n in enumerate(want))
     whole = tuple(t.n for t in ax.of(node))
-    if node in by_data and len(shapes[0]) == len(want):
-        want = tuple(w if w != n else s for w, n, s in zip(want, whole, shapes[0], strict=True))
+    if len(shapes[0]) == len(want):
+        pairs = zip(ax.of(node), want, whole, shapes[0], strict=True)
+        want = tuple(have if w == n and unsure(t) else w for t, w, n, have in pairs)
     if shapes[0] == want:
         return None
     return f"{node.meta['op']} gives {list(shapes[0])} on rank {rank} where the plan needs {list(want)}"
