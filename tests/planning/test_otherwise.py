@@ -114,7 +114,7 @@ def proved(mesh: Mesh, core: type[nn.Module], plan: str) -> tuple[str, set[tuple
 def test_a_call_with_a_mask_is_as_equal_as_one_without(run_ranks, core, tp: int) -> None:
     plan = planned(core, tp)
     assert cut(plan) >= {"core.q.weight", "core.o.weight"}
-    differs, compared, notes = run_ranks(proved, tp, core, plan.dumps())[0]
+    differs, compared, notes = run_ranks(proved, tp, core, plan.dumps(), timeout=120)[0]
     assert differs == "" and notes == ()
     assert compared >= {("output", "with attention_mask"), ("gradient", "with attention_mask")}
     assert ("output", "with attention_mask of four dims") not in compared  # which the cores cannot take
@@ -145,7 +145,7 @@ def test_what_the_other_path_needs_whole_stays_whole_with_the_reason(run_ranks) 
     plan = planned(Mlp)
     assert "core.up.weight" not in cut(plan)
     assert "core takes another path with attention_mask, where this does not hold: " in plan["core.up.weight"].reason
-    differs, compared, _ = run_ranks(proved, 2, Mlp, plan.dumps())[0]
+    differs, compared, _ = run_ranks(proved, 2, Mlp, plan.dumps(), timeout=120)[0]
     assert differs == "" and ("gradient", "with attention_mask") in compared
 
 
@@ -154,7 +154,7 @@ def test_a_call_that_the_model_does_not_take_is_noted_and_nothing_given_up(run_r
     assert cut(plan) >= {"core.up.weight", "core.down.weight"}
     assert len(plan.notes) == 1 and "not planned with attention_mask: " in plan.notes[0]
     assert "padding is not for this model" in plan.notes[0]
-    differs, compared, notes = run_ranks(proved, 2, Refusing, plan.dumps())[0]
+    differs, compared, notes = run_ranks(proved, 2, Refusing, plan.dumps(), timeout=120)[0]
     assert differs == "" and not any("attention_mask" in mode for _, mode in compared)
     assert "A call with attention_mask was not tried: the model does not run so (" in notes[0]
 
@@ -164,7 +164,7 @@ def test_verification_finds_what_only_a_call_with_a_mask_needs(run_ranks) -> Non
     wrong = replace(plan, edits=())
     assert emulate_module(*lm(Attention), plan).equal
     assert not emulate_module(*lm(Attention), wrong).equal
-    assert "fails where the whole one runs" in str(run_ranks(proved, 4, Attention, wrong.dumps())[0])
+    assert "fails where the whole one runs" in str(run_ranks(proved, 4, Attention, wrong.dumps(), timeout=120)[0])
 
 
 def test_a_rank_that_repeats_its_keys_once_needs_nothing_written_anew() -> None:
