@@ -314,3 +314,19 @@ def test_a_table_of_rows_to_look_up_saves_no_products() -> None:
     plan = make_plan(Tabled(), {"ids": torch.randint(0, 4000, (2, 7))}, tp=2)
     assert [plan[f"ups.{i}.weight"].layout.dim for i in range(4)] == [0] * 4
     assert not plan["table.weight"].layout.cut
+
+
+class Places(nn.Module):
+    """The rows and columns of a picture in one dim, which is no square of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm = nn.Linear(24, 24), nn.LayerNorm(24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.dense(self.norm(x.flatten(1, 2))))
+
+
+def test_places_of_a_picture_in_one_dim_are_counted_as_they_are() -> None:
+    plan = make_plan(Places(), {"x": torch.randn(2, 3, 5, 24)}, tp=2, overrides=["*=gathered"])
+    assert plan["dense.weight"].layout.cut

@@ -75,8 +75,8 @@ class Costs:
     def elements(self, node: fx.Node) -> float:
         """The size of a value, where it is square in the sequence at a realistic length."""
         size = float(math.prod(node.meta["shape"]))
-        times = [a.n for t in self.ax.of(node) for a in atoms(t) if leaves(a) & self.sequence]
-        for n in times[1:]:
+        along = [[a.n for a in atoms(t) if leaves(a) & self.sequence] for t in self.ax.of(node)]
+        for n in [math.prod(dim) for dim in along if dim][1:]:
             size *= max(1.0, TOKENS / n)
         return size
 
