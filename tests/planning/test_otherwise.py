@@ -68,6 +68,19 @@ class Mlp(nn.Module):
         return self.down(h if mask is None else F.normalize(h * mask[..., None], dim=-1))
 
 
+class Hiding(nn.Module):
+    """A mask is multiplied with what comes in, before two layers read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(22, 84), nn.Linear(22, 84), nn.Linear(84, 22)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            x = (x * mask[..., None]).to(x.dtype)
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Refusing(Mlp):
     """No padding at the left, nor at the right."""
 
@@ -139,6 +152,15 @@ def test_a_forward_that_is_written_anew_is_written_for_each_call() -> None:
     assert not torch.equal(local.core(x, None), local.core(x, torch.ones(3, 7)))
     with pytest.raises(PlanError, match="core: its forward was regenerated for calls where mask is None; here it is 7"):
         local.core(x, 7)
+
+
+def test_gradients_are_summed_where_a_forward_begins_though_it_hides_padding_first(run_ranks) -> None:
+    plan = planned(Hiding)
+    assert {v.layout.dim for v in plan.verdicts if v.name in ("core.up.weight", "core.gate.weight")} == {0}
+    (copy,) = (b for b in plan.boundaries if b.kind == "copy" and b.module.startswith("core"))
+    assert (copy.module, copy.side) == ("core", "input")
+    differs, compared, notes = run_ranks(proved, 2, Hiding, plan.dumps(), timeout=120)[0]
+    assert differs == "" and notes == () and ("gradient", "with attention_mask") in compared
 
 
 def test_what_the_other_path_needs_whole_stays_whole_with_the_reason(run_ranks) -> None:

@@ -37,13 +37,15 @@ def trace_flow(
     cut_atoms: Iterable[Term],
     inline: frozenset[fx.Node] = frozenset(),
     early: frozenset[str] = frozenset(),
+    lazy: frozenset[Call] = frozenset(),
 ) -> Flow:
     """The flow of one choice of atoms.
 
-    ``inline`` lookups are summed where they are made; the forwards of ``early`` modules see no pending sums.  Raises
-    ConflictError where the atoms cannot be cut.
+    ``inline`` lookups are summed where they are made; the forwards of ``early`` modules see no pending sums; gradients
+    of ``lazy`` calls are summed at their own inputs, if they can be.  Raises ConflictError where the atoms cannot be
+    cut.
     """
-    flow = Flow(ax, frozenset(cut_atoms), inline, early)
+    flow = Flow(ax, frozenset(cut_atoms), inline, early, lazy)
     hosts = Hosts(ax)
     check_sums(flow)
     join_parts(flow, hosts)
@@ -74,7 +76,7 @@ def _close_zones(flow: Flow, hosts: Hosts) -> None:
 
 def _find_copies(flow: Flow, hosts: Hosts) -> None:
     """Find the copies; where one would stand inside a forward, try to close its zones at that module's input."""
-    lazy: frozenset[Call] = frozenset()
+    lazy = flow.lazy
     hopeless: frozenset[Call] = frozenset()
     while True:
         _clear(flow)

@@ -55,6 +55,8 @@ class Flow:
     inline: frozenset[fx.Node] = frozenset()
     early: frozenset[str] = frozenset()
     """Modules whose own forward is to see no pending sums: what it would need inside has no place there."""
+    lazy: frozenset[Call] = frozenset()
+    """Calls whose gradients are to be summed at their own inputs, rather than at those of modules within them."""
     cut: set[fx.Node] = field(default_factory=set)
     """Values a rank holds a part of."""
     made: set[fx.Node] = field(default_factory=set)

@@ -65,7 +65,7 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
     deal = Deal(plan.tp, {a: s for c in chosen for a, s in shares(c, plan.tp).items()})
     inline = frozenset(n for n in ax.lookups if not n.meta.get("layer"))
     try:
-        flow = _flow(ax, deal, inline, {r.module for r in plan.rewrites})
+        flow = _flow(ax, deal, inline, plan)
     except ConflictError as conflict:
         raise NotHeldError(
             f"The plan's axes cannot be cut together: {conflict.why} (at {conflict.node.meta['op']}).",
@@ -128,15 +128,36 @@ def _check(flow: Flow, plan: Plan, name: str, names: Mapping[Term, str]) -> None
             raise NotHeldError(f"{name}: it must {'' if held else 'not '}{what}; the plan says otherwise.", axes)
 
 
-def _flow(ax: Axes, deal: Deal, inline: frozenset[fx.Node], rewritten: set[str]) -> Flow:
-    """The flow of these axes in which collectives stand inside none but rewritten forwards, where that can be."""
+def _flow(ax: Axes, deal: Deal, inline: frozenset[fx.Node], plan: Plan) -> Flow:
+    """The flow of these axes in which collectives stand inside none but rewritten forwards, where that can be.
+
+    And at the inputs at which the plan has them: a forward that first hides padding in what it is given could as well
+    have its gradients summed behind that.
+    """
+    rewritten = {r.module for r in plan.rewrites}
     early: frozenset[str] = frozenset()
     while True:
         flow = trace_flow(ax, deal.shares, inline, early)
         inside = {p.call.module for p in flow.copies if p.host is None and p.call is not None} - rewritten
         if not inside - early:
-            return flow
+            break
         early |= inside
+    missing = _entered(plan) - _copied(flow)
+    lazy = frozenset(call for call in ax.trace.calls if call.module in missing)
+    if not lazy:
+        return flow
+    other = trace_flow(ax, deal.shares, inline, early, lazy)
+    return other if missing - _copied(other) < missing else flow
+
+
+def _entered(plan: Plan) -> set[str]:
+    """The modules at whose inputs the plan sums gradients."""
+    return {b.module for b in plan.boundaries if b.kind == "copy" and b.side == "input"}
+
+
+def _copied(flow: Flow) -> set[str]:
+    """The modules at whose inputs a flow does."""
+    return {p.host.call.module for p in flow.copies if p.host is not None and p.host.side == "input"}
 
 
 def _candidate(ax: Axes, axis: Axis, plan: Plan) -> Candidate:
