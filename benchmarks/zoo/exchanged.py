@@ -24,7 +24,7 @@ def no_dearer(module: nn.Module, inputs: Any, plan: Any, styles: Mapping[str, st
     rewritten = tuple(f"{r.module}." for r in plan.rewrites)
     hidden = set()
     for b in plan.boundaries:
-        ours[b.axis] += SENT[b.kind] * _size(b.shape) * (b.calls if b.call < 0 else 1)
+        ours[b.axis] += SENT.get(b.kind, 0) * _size(b.shape) * (b.calls if b.call < 0 else 1)
     summed: set[str] = set()
     for v in plan.verdicts:
         if v.axis and len(v.shape) == 2 and not v.tied_to:

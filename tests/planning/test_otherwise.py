@@ -81,6 +81,19 @@ class Hiding(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class Repeating(nn.Module):
+    """A part that runs once more with a mask, as an expert does for as many tokens as come to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(22, 84), nn.GELU(), nn.Linear(84, 22))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for _ in range(2 if mask is None else 3):
+            x = x + self.part(x)
+        return x
+
+
 class Refusing(Mlp):
     """No padding at the left, nor at the right."""
 
@@ -160,6 +173,13 @@ def test_gradients_are_summed_where_a_forward_begins_though_it_hides_padding_fir
     (copy,) = (b for b in plan.boundaries if b.kind == "copy" and b.module.startswith("core"))
     assert (copy.module, copy.side) == ("core", "input")
     differs, compared, notes = run_ranks(proved, 2, Hiding, plan.dumps(), timeout=120)[0]
+    assert differs == "" and notes == () and ("gradient", "with attention_mask") in compared
+
+
+def test_how_often_a_part_is_called_makes_no_other_plan(run_ranks) -> None:
+    plan = planned(Repeating)
+    assert cut(plan) >= {"core.part.0.weight", "core.part.2.weight"}
+    differs, compared, notes = run_ranks(proved, 2, Repeating, plan.dumps(), timeout=120)[0]
     assert differs == "" and notes == () and ("gradient", "with attention_mask") in compared
 
 

@@ -8,7 +8,7 @@ written anew is written for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,8 @@ def hold(
     found = draft.plan
     forms = _forms(plan, found, called, evaluation is not None)
     its = {name: reproduced.names[c.atom] for c, name in planner.names.items()}
-    have, want = ({_unnamed(b): b for b in p.boundaries if b.module in called & also} for p in (plan, found))
+    told = [b for b in plan.boundaries if not unused(plan, b, other.parameters)]
+    have, want = ({_unnamed(b): b for b in bs if b.module in called & also} for bs in (told, found.boundaries))
     if have.keys() != want.keys():
         item = min(have.keys() ^ want.keys(), key=repr)
         axes = {have[b].axis for b in have.keys() - want.keys()}
@@ -109,6 +110,13 @@ def hold(
         switches=tuple(dict.fromkeys((*kept, *(s for s in drawn if replace(s, always=False) not in known)))),
     )
     return Held(held, choice)
+
+
+def unused(plan: Plan, boundary: Boundary, used: Container[str]) -> bool:
+    """Whether a trace that used these parameters says nothing of a boundary: its axis, or its module's, is not used."""
+    idle = [a for a in plan.axes if not any(name in used for name in a.parameters)]
+    owners = tuple({f"{name.rpartition('.')[0]}." for a in idle for name in a.parameters})
+    return boundary.axis in {a.name for a in idle} or f"{boundary.module}.".startswith(owners)
 
 
 def _forms(plan: Plan, found: Plan, called: set[str], both: bool) -> tuple[Rewrite, ...]:
@@ -146,5 +154,10 @@ def _on_rank(edit: Edit, rank: int, tp: int) -> int:
 
 
 def _unnamed(boundary: Boundary) -> Boundary:
-    """A boundary without what is for reports alone: another trace may see its axis in another pattern."""
-    return replace(boundary, axis="", shape=(), dtype="")
+    """A boundary without what is for reports alone: another trace may see its axis in another pattern.
+
+    Nor does it matter how often a module is called that does the same each time, as an expert is for as many tokens as
+    come to it.
+    """
+    calls = 1 if boundary.call == -1 else boundary.calls
+    return replace(boundary, axis="", shape=(), dtype="", calls=calls)

@@ -14,7 +14,7 @@ from tpconvert.analyze.patterns import Classifier, load_patterns
 from tpconvert.analyze.planner import Planner
 from tpconvert.analyze.slicing import slice_flow
 from tpconvert.errors import VerifyError
-from tpconvert.planning.held import AsRecorded
+from tpconvert.planning.held import AsRecorded, unused
 from tpconvert.planning.reproduce import Reproduced
 from tpconvert.planning.training import Training
 from tpconvert.spec.plan import Boundary, Edit, Plan
@@ -68,9 +68,7 @@ def compare_asked(plan: Plan, graphs: Sequence[Asked]) -> Iterator[Check]:
     token, say nothing; nor do those whose axis was not used.
     """
     for graph in graphs:
-        idle = {a.name: a.parameters for a in plan.axes if graph.used.isdisjoint(a.parameters)}
-        owners = tuple({f"{n.rpartition('.')[0]}." for names in idle.values() for n in names})
-        have = [b for b in plan.boundaries if b.axis not in idle and not f"{b.module}.".startswith(owners)]
+        have = [b for b in plan.boundaries if not unused(plan, b, graph.used)]
         yield from _compared("boundary", have, graph.boundaries, graph.called, graph.mode)
     edits = [edit for graph in graphs for edit in graph.edits]
     called = {module for graph in graphs for module in graph.called}
