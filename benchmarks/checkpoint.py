@@ -35,9 +35,10 @@ from statistics import median
 
 import torch
 
-from tpconvert.checkpoint import file_weights, load_rank, merge, reshard, shard, tensorfile
-from tpconvert.checkpoint.digest import BLAKE3, Digest, best_kind
-from tpconvert.checkpoint.header import dtype_name, make_header
+from tpconvert.checkpoint import file_weights, load_rank, merge, reshard, shard
+from tpconvert.checkpoint.files import tensorfile
+from tpconvert.checkpoint.files.digest import BLAKE3, Digest, best_kind
+from tpconvert.checkpoint.files.header import dtype_name, make_header
 from tpconvert.spec.layout import Block, Layout
 from tpconvert.spec.manifest import SHA256
 from tpconvert.spec.plan import Plan, Verdict

@@ -203,8 +203,8 @@ def run(
     most: int | None = None,
 ) -> list[dict[str, Any]]:
     """The logged lines of a run, on rank 0."""
-    from tpconvert.train.config import apply_overrides, make_config
     from tpconvert.train.loop import train
+    from tpconvert.train.settings.config import apply_overrides, make_config
 
     data = {"path": str(work / "text.txt"), "tokenizer": "bytes", "cache": str(work / "cache"), "documents": "line"}
     base = {

@@ -145,8 +145,8 @@ def train_by_us(folder: Path, options: argparse.Namespace) -> None:
     from torch.profiler import ProfilerActivity, schedule
 
     from tpconvert.parallel import make_mesh
-    from tpconvert.train.config import load_config
     from tpconvert.train.loop import train
+    from tpconvert.train.settings.config import load_config
 
     (name,) = options.only
     more = {"fp8": ["training.precision=fp8"], "eager": ["parallelism.compile=false"]}.get(name, [])
@@ -227,9 +227,9 @@ def same_sequences(folder: Path) -> torch.Tensor:
     """The sequences that our runner trains on, in its order."""
     from tpconvert.checkpoint import read_plan
     from tpconvert.parallel import make_mesh
-    from tpconvert.train.config import load_config
-    from tpconvert.train.data import open_data
-    from tpconvert.train.order import Position
+    from tpconvert.train.data.order import Position
+    from tpconvert.train.data.run import open_data
+    from tpconvert.train.settings.config import load_config
 
     config, model = load_config(folder / "c.yaml"), folder / "model"
     steps = open_data(model, folder, read_plan(model), config, make_mesh(1), True).train.steps(Position())

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 import tpconvert
 from tpconvert.checkpoint import read_plan
-from tpconvert.train.save import save
+from tpconvert.train.saving.save import save
 
 STEPS, BATCH, LENGTH = 20, 4, 64
 

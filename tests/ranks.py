@@ -132,7 +132,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
 def _mesh(rank: int, degree: int, dp: int, groups: Any, pairs: Any, sharers: Any) -> Any:
     import torch
 
-    from tpconvert.parallel.mesh import Mesh
+    from tpconvert.parallel.comm.mesh import Mesh
 
     if dp == 1:
         mine = {ranks: group for ranks, group in sharers.items() if rank in ranks} if degree == 4 else {}

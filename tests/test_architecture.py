@@ -78,6 +78,14 @@ def test_files_stay_under_400_lines():
     assert not long
 
 
+def test_packages_hold_few_files():
+    """Besides what it exports, and what makes it a command: more are packages of their own, each one idea."""
+    folders = {path.parent for path in FILES}
+    own = {f: [p.name for p in f.glob("*.py") if p.name not in ("__init__.py", "__main__.py")] for f in folders}
+    crowded = {str(f.relative_to(PACKAGE)): names for f, names in own.items() if len(names) > 6}
+    assert not crowded
+
+
 def test_functions_fit_a_screen():
     long = [
         f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}"

@@ -229,7 +229,7 @@ def test_an_existing_output_is_not_overwritten_unasked(sharded, llama, tmp_path)
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(sharded, tmp_path, monkeypatch):
-    from tpconvert.checkpoint import tensorfile
+    from tpconvert.checkpoint.files import tensorfile
 
     def refuse(self, value):
         raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")

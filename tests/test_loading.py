@@ -17,7 +17,7 @@ def test_loading_builds_the_module_and_runs_nothing(tmp_path, monkeypatch):
     def runs(*_):
         pytest.fail("the forward was run, which takes longer than to load the weights")
 
-    monkeypatch.setattr("tpconvert.source.huggingface.example_inputs", runs)
+    monkeypatch.setattr("tpconvert.source.huggingface.open.example_inputs", runs)
     loaded = tpconvert.load(tmp_path / "tp1", tpconvert.make_mesh(1))
     assert not loaded.training
     with torch.no_grad():

@@ -18,7 +18,7 @@ def test_the_wheel_brings_its_rules(tmp_path, llama):
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
 
-    where = [sys.executable, "-c", "import tpconvert.analyze.rules as r; print(r.rules_folder())"]
+    where = [sys.executable, "-c", "import tpconvert.analyze.ops.rules as r; print(r.rules_folder())"]
     plan = [sys.executable, "-m", "tpconvert", "plan", llama, "--tp", "2"]
     for command, wanted in ((where, str(tmp_path / "site/tpconvert/rules")), (plan, "gated-mlp: column")):
         env = os.environ | {"PYTHONPATH": str(tmp_path / "site")}

@@ -59,7 +59,7 @@ def _holds_reasons(target: ast.expr) -> bool:
 
 def reasons() -> list[str]:
     """The reasons written in the analysis and in the rules; those that only join others are left out."""
-    files = [*(ROOT / "tpconvert/analyze").glob("*.py"), *(ROOT / "tpconvert/planning").glob("*.py")]
+    files = [*(ROOT / "tpconvert/analyze").rglob("*.py"), *(ROOT / "tpconvert/planning").rglob("*.py")]
     found = {r for f in files for r in reasons_in(f)}
     found |= {e["whole"] for e in tomllib.loads((ROOT / "rules/ops.toml").read_text())["op"] if "whole" in e}
     return sorted(r for r in found if " " in r and r not in INNER)

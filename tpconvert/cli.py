@@ -194,7 +194,7 @@ def shard(
     if seed is not None and not init:
         raise click.UsageError("--seed is what --init draws weights from; without --init there is nothing to draw.")
     from tpconvert.checkpoint import shard as write
-    from tpconvert.checkpoint.remote import output_folder
+    from tpconvert.checkpoint.files.remote import output_folder
     from tpconvert.progress import progress_bar
 
     opened, made = planned(source, tp, overrides, rules, plan_file, opening)
@@ -297,8 +297,8 @@ def verify(
 def train(folder: str, config: str, nproc_per_node: int | None, more: tuple[str, ...]) -> None:
     """Train a sharded folder on this machine's devices; MORE goes to tpconvert.train as it is."""
     from tpconvert.checkpoint import read_manifest
-    from tpconvert.train.config import load_config
     from tpconvert.train.launch import launch
+    from tpconvert.train.settings.config import load_config
 
     degree = read_manifest(Path(folder)).tp
     # A mistake is told here, once, before any rank starts.
@@ -318,8 +318,8 @@ def train(folder: str, config: str, nproc_per_node: int | None, more: tuple[str,
 @force_option
 def plot(runs: tuple[Path, ...], out: Path, force: bool) -> None:
     """Draw the curves of training runs: loss, gradient norm, learning rate, speed."""
-    from tpconvert.train.plot import CURVES
-    from tpconvert.train.plot import plot as draw
+    from tpconvert.train.shown.plot import CURVES
+    from tpconvert.train.shown.plot import plot as draw
 
     if out.exists() and not force:
         raise ConfigError(f"{out}: exists already.", hint="Use --force to replace it, or choose another output.")
@@ -334,7 +334,7 @@ def plot(runs: tuple[Path, ...], out: Path, force: bool) -> None:
 def merge(folder: str, out: str, force: bool, check: bool) -> None:
     """Write one ordinary checkpoint; for a Hugging Face source, a folder that from_pretrained loads."""
     from tpconvert.checkpoint import merge as write
-    from tpconvert.checkpoint.remote import output_folder
+    from tpconvert.checkpoint.files.remote import output_folder
     from tpconvert.progress import progress_bar
 
     with output_folder(out, force=force) as target, progress_bar("merging") as progress:
@@ -351,7 +351,7 @@ def merge(folder: str, out: str, force: bool, check: bool) -> None:
 def reshard(folder: str, tp: int, out: str, force: bool, check: bool) -> None:
     """Write a sharded folder for another number of ranks, without a whole model in between."""
     from tpconvert.checkpoint import reshard as write
-    from tpconvert.checkpoint.remote import output_folder
+    from tpconvert.checkpoint.files.remote import output_folder
     from tpconvert.progress import progress_bar
 
     with output_folder(out, force=force) as target, progress_bar("resharding") as progress:

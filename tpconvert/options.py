@@ -27,7 +27,7 @@ def local_folder(ctx: click.Context, parameter: click.Parameter, value: str | No
     """A folder to read; of a URL a copy on this machine."""
     if value is None or "://" not in value:
         return value
-    from tpconvert.checkpoint.remote import fetch_folder
+    from tpconvert.checkpoint.files.remote import fetch_folder
 
     return str(fetch_folder(value))
 

@@ -12,7 +12,7 @@ import transformers as hf
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tpconvert.source.frugal import frugal, parameters_to_meta
+from tpconvert.source.build.frugal import frugal, parameters_to_meta
 
 KINDS: Mapping[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (
@@ -132,6 +132,6 @@ def value_of(name: str, shape: torch.Size, device: torch.device) -> Tensor:
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
     """The repeated layers, which are compiled one by one."""
-    from tpconvert.train.model import layers_of as repeated
+    from tpconvert.train.model.open import layers_of as repeated
 
     return list(repeated(module))

@@ -14,12 +14,12 @@ import tpconvert
 from benchmarks.compare import models
 from benchmarks.compare.case import Case
 from tpconvert import cross_entropy, make_mesh, parallelize
-from tpconvert.parallel.clip import grad_norm
-from tpconvert.parallel.compiled import norms_of
+from tpconvert.parallel.compiled.graphed import GraphedStep
+from tpconvert.parallel.compiled.layers import norms_of
 from tpconvert.parallel.convert import output_gathers, part
-from tpconvert.parallel.graphed import GraphedStep
+from tpconvert.parallel.grads.clip import grad_norm
 from tpconvert.spec.plan import Plan
-from tpconvert.train.model import logits_of
+from tpconvert.train.model.open import logits_of
 
 OWN = ("inductor", "plain", "cudagraphs", "graphed", "collectives")
 """Options of a case that are not for ``parallelize``."""

@@ -21,12 +21,12 @@ from benchmarks.zoo.mend import divisible, fit, lessen, mend
 from benchmarks.zoo.reach import enriched, reached
 from benchmarks.zoo.small import ATTEMPTS, Attempt, small
 from benchmarks.zoo.types import class_names
-from tpconvert.analyze.trees import tensor_slots
+from tpconvert.analyze.trace.trees import tensor_slots
 from tpconvert.source import Source, twin
-from tpconvert.source.documented import parts
-from tpconvert.source.frugal import frugal
-from tpconvert.source.huggingface import _from_config, quiet
-from tpconvert.source.inputs import Search, media_in
+from tpconvert.source.build.frugal import frugal
+from tpconvert.source.huggingface.open import _from_config, quiet
+from tpconvert.source.inputs.documented import parts
+from tpconvert.source.inputs.find import Search, media_in
 
 MANY = 12_000_000
 """Parameters above which checking takes too long."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from tpconvert.analyze.capture import capture
+from tpconvert.analyze.capture.run import capture
 
 Relations = frozenset[tuple[str, str]]
 

@@ -76,7 +76,7 @@ def _pattern(key: str) -> str:
 def way_back(module: Any, plan: Any) -> str:
     """Whether a saved checkpoint that is sharded and merged comes back byte for byte: ``identical``, or what is not."""
     from tpconvert.checkpoint import merge, shard
-    from tpconvert.source.conversion import hf_weights
+    from tpconvert.source.huggingface.conversion import hf_weights
 
     with tempfile.TemporaryDirectory(prefix="coverage-") as scratch:
         folder = Path(scratch) / "saved"

@@ -28,7 +28,7 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
     from benchmarks.zoo.build import NotBuiltError, build
     from benchmarks.zoo.named import never_named
     from benchmarks.zoo.reach import untouched
-    from tpconvert.analyze.copies import copied
+    from tpconvert.analyze.trace.copies import copied
     from tpconvert.errors import TPConvertError
     from tpconvert.planning import make_plan
 
@@ -82,7 +82,7 @@ def measure(model_type: str, tell: Tell, keep: Path | None = None, degrees: Sequ
 
 def _share_by_default(module: Any, inputs: Any, linear: Any) -> float | None:
     """The share of Linear weights that a plan without options cuts."""
-    from tpconvert.analyze.copies import copied
+    from tpconvert.analyze.trace.copies import copied
     from tpconvert.planning import make_plan
 
     try:
@@ -94,7 +94,7 @@ def _share_by_default(module: Any, inputs: Any, linear: Any) -> float | None:
 
 def _at_degree(module: Any, inputs: Any, tp: int) -> dict[str, Any]:
     """The share of matrices cut, and whether equal, at another degree."""
-    from tpconvert.analyze.copies import copied
+    from tpconvert.analyze.trace.copies import copied
     from tpconvert.errors import TPConvertError
     from tpconvert.planning import make_plan
 
@@ -201,7 +201,7 @@ def folded(reason: str) -> str:
 
 
 def _emulated(module: Any, inputs: Any, plan: Any) -> dict[str, Any]:
-    from tpconvert.analyze.copies import copied
+    from tpconvert.analyze.trace.copies import copied
     from tpconvert.errors import TPConvertError, VerifyError
     from tpconvert.verify.run import emulate_module
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.small import EXPERTS, LAYERS, VOCABULARY
-from tpconvert.source.documented import entry, parts, text_part
-from tpconvert.source.inputs import Search
-from tpconvert.source.towers import KINDS
+from tpconvert.source.inputs.documented import entry, parts, text_part
+from tpconvert.source.inputs.find import Search
+from tpconvert.source.inputs.towers import KINDS
 
 QUERIES = 8
 PATCHES, TOKENS = 8, 16

@@ -12,7 +12,7 @@ def compare(mesh: Any, path: str) -> dict[str, Any]:
 
     from benchmarks.zoo.measure import of_result
     from tpconvert.spec.plan import Plan
-    from tpconvert.verify.checks import compare_on_rank
+    from tpconvert.verify.compare.checks import compare_on_rank
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

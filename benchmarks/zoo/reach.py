@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tpconvert.source.inputs import Search
+from tpconvert.source.inputs.find import Search
 
 ARGUMENTS, FORMS = 16, 3
 """How many more arguments are tried, and forms of each."""
@@ -28,8 +28,8 @@ _LAST = re.compile(r"label|hidden_states|_embeds$")
 
 def untouched(module: nn.Module, inputs: dict[str, Any], most: int | None = 20) -> list[list[Any]]:
     """Parameters that no output depends on, folded: ``[name with * for numbers, how many]``, the most of them."""
-    from tpconvert.verify.checks import call
-    from tpconvert.verify.modes import loss_of
+    from tpconvert.verify.compare.checks import call
+    from tpconvert.verify.measure.modes import loss_of
 
     try:
         loss = loss_of(call(module, inputs))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tpconvert.analyze.alike import same_forward, stricter
+from tpconvert.analyze.rewrite.alike import same_forward, stricter
 from tpconvert.spec.plan import Rewrite
 
 

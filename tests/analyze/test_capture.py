@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from tpconvert.analyze.capture import capture
-from tpconvert.analyze.provenance import Int
-from tpconvert.analyze.trace import Trace
+from tpconvert.analyze.capture.run import capture
+from tpconvert.analyze.trace.call import Trace
+from tpconvert.analyze.trace.provenance import Int
 from tpconvert.errors import SourceError
 
 

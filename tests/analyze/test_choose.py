@@ -16,8 +16,8 @@ from tests import hf_models
 from tests.analyze.test_flow import core, cut, planned
 from tests.models import MODELS
 from tests.zoo.frame import floats, seeded
-from tpconvert.analyze.choose import Candidate, _independent, shares
-from tpconvert.analyze.terms import V
+from tpconvert.analyze.axes.terms import V
+from tpconvert.analyze.choice.choose import Candidate, _independent, shares
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 

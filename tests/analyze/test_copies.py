@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tpconvert.analyze.copies import copied
+from tpconvert.analyze.trace.copies import copied
 from tpconvert.errors import SourceError
 
 

@@ -11,9 +11,9 @@ from tests import hf_models
 from tests.analyze.test_flow import core, cut, planned
 from tests.models import MODELS
 from tests.zoo.frame import Framed, floats, seeded
-from tpconvert.analyze.capture import capture
-from tpconvert.analyze.edits import spell
-from tpconvert.analyze.provenance import Attribute, Formulas, Int, attributes, evaluate, expression, remembering
+from tpconvert.analyze.capture.run import capture
+from tpconvert.analyze.rewrite.edits import spell
+from tpconvert.analyze.trace.provenance import Attribute, Formulas, Int, attributes, evaluate, expression, remembering
 from tpconvert.parallel import Mesh
 from tpconvert.spec.layout import local_size
 from tpconvert.spec.plan import Plan

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tpconvert.analyze.ties import settled
+from tpconvert.analyze.emulate.ties import settled
 from tpconvert.planning import make_plan
 from tpconvert.verify import emulate_module
 

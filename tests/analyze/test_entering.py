@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpconvert.analyze.capture import capture
+from tpconvert.analyze.capture.run import capture
 from tpconvert.parallel import Mesh, parallelize
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
@@ -108,7 +108,7 @@ def sums(mesh: Mesh, planned: str, needs_grad: bool) -> int:
     torch.manual_seed(0)
     local = parallelize(nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24)), Plan.loads(planned), mesh)
     out = local(ROWS.clone().requires_grad_(needs_grad))
-    with mock.patch("tpconvert.parallel.collectives._all_reduce", side_effect=lambda x, op, group: x) as calls:
+    with mock.patch("tpconvert.parallel.comm.collectives._all_reduce", side_effect=lambda x, op, group: x) as calls:
         out.sum().backward()
     return calls.call_count
 

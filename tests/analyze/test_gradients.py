@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.equal import difference
-from tpconvert.analyze.capture import capture
-from tpconvert.analyze.gradients import DIFFERENTIATED, FUNCTION, HOOK
+from tpconvert.analyze.capture.run import capture
+from tpconvert.analyze.watch.gradients import DIFFERENTIATED, FUNCTION, HOOK
 from tpconvert.parallel import Mesh, parallelize
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
@@ -285,7 +285,7 @@ def test_a_rule_says_what_a_custom_function_does(
 
 
 def test_a_function_that_is_seen_through_has_only_its_body(tmp_path: Path) -> None:
-    from tpconvert.analyze.rules import load_rules
+    from tpconvert.analyze.ops.rules import load_rules
 
     path = tmp_path / "rules.toml"
     path.write_text('[[function]]\nnames = "Tripled.apply"\n')
@@ -296,7 +296,7 @@ def test_a_function_that_is_seen_through_has_only_its_body(tmp_path: Path) -> No
 
 
 def test_the_functions_that_are_shipped_as_seen_through_exist() -> None:
-    from tpconvert.analyze.rules import load_rules
+    from tpconvert.analyze.ops.rules import load_rules
 
     names = [name.removesuffix(".apply") for name, rule in load_rules().items() if rule.through]
     assert names

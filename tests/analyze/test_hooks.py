@@ -13,8 +13,8 @@ from tests.analyze.test_edits import Heads, Literal
 from tests.analyze.test_flow import cut
 from tests.equal import difference
 from tests.zoo.frame import Framed, floats, seeded
-from tpconvert.analyze.capture import capture
-from tpconvert.analyze.hooks import sees_inputs
+from tpconvert.analyze.capture.run import capture
+from tpconvert.analyze.watch.hooks import sees_inputs
 from tpconvert.parallel import dry_mesh, parallelize
 from tpconvert.planning import make_plan
 

@@ -13,8 +13,8 @@ from tests.analyze.test_edits import Literal
 from tests.analyze.test_flow import core, cut, planned
 from tests.models import MODELS
 from tests.zoo.frame import Framed, floats, seeded
-from tpconvert.analyze.axes import Axes
-from tpconvert.analyze.rules import load_rules
+from tpconvert.analyze.axes.run import Axes
+from tpconvert.analyze.ops.rules import load_rules
 from tpconvert.errors import PlanError
 from tpconvert.parallel import dry_mesh, parallelize
 from tpconvert.planning import make_plan

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from tests.hf_models import build
 from tests.models import MODELS
-from tpconvert.analyze.capture import capture
-from tpconvert.analyze.shadow import Shadow, largest, needs_shadow
-from tpconvert.analyze.trace import Trace
+from tpconvert.analyze.capture.run import capture
+from tpconvert.analyze.trace.call import Trace
+from tpconvert.analyze.watch.shadow import Shadow, largest, needs_shadow
 
 
 class Asks(nn.Module):

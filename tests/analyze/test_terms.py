@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tpconvert.analyze.dealing import Deal
-from tpconvert.analyze.terms import (
+from tpconvert.analyze.axes.dealing import Deal
+from tpconvert.analyze.axes.terms import (
     P,
     S,
     Term,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from tpconvert.analyze.trees import floats_as, map_tensors, tensor_slots
+from tpconvert.analyze.trace.trees import floats_as, map_tensors, tensor_slots
 
 Pair = namedtuple("Pair", "x y")
 X, Y = torch.ones(2), torch.arange(2)

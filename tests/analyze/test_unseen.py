@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.equal import difference
-from tpconvert.analyze.capture import capture
-from tpconvert.analyze.unseen import WHY
+from tpconvert.analyze.capture.run import capture
+from tpconvert.analyze.watch.unseen import WHY
 from tpconvert.parallel import Mesh
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan

@@ -27,7 +27,7 @@ from benchmarks.zoo.small import ATTEMPTS, small
 from benchmarks.zoo.whole import reasons_of
 from tests.hf_models import build
 from tpconvert.planning import make_plan
-from tpconvert.source.inputs import Search
+from tpconvert.source.inputs.find import Search
 
 
 def test_a_backbone_with_fewer_layers_gives_out_as_many_features():

@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tpconvert.checkpoint.header import dtype_name
-from tpconvert.checkpoint.weights import Weights
+from tpconvert.checkpoint.files.header import dtype_name
+from tpconvert.checkpoint.tensors.weights import Weights
 from tpconvert.spec.layout import Block, Layout
 from tpconvert.spec.plan import Plan, Verdict
 

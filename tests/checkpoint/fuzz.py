@@ -12,9 +12,9 @@ from pathlib import Path
 from tpconvert.errors import CheckpointError
 
 atheris = importlib.import_module("atheris")
-with atheris.instrument_imports(include=["tpconvert.checkpoint.header", "tpconvert.checkpoint.tensorfile"]):
-    from tpconvert.checkpoint.header import parse_header
-    from tpconvert.checkpoint.tensorfile import TensorFile
+with atheris.instrument_imports(include=["tpconvert.checkpoint.files.header", "tpconvert.checkpoint.files.tensorfile"]):
+    from tpconvert.checkpoint.files.header import parse_header
+    from tpconvert.checkpoint.files.tensorfile import TensorFile
 
 FOLDER = tempfile.TemporaryDirectory()
 

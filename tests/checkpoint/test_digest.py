@@ -10,7 +10,7 @@ from blake3 import blake3
 
 from tests.checkpoint.frame import cut_all, hashes, plan_of
 from tpconvert.checkpoint import check_folder, load_rank, merge, reshard, shard, tensor_weights
-from tpconvert.checkpoint.digest import hash_file
+from tpconvert.checkpoint.files.digest import hash_file
 from tpconvert.errors import CheckpointError
 
 WEIGHTS = tensor_weights({"a": torch.arange(24.0).reshape(6, 4), "b": torch.arange(5.0)})

@@ -27,7 +27,7 @@ from tpconvert.checkpoint import (
     take_pieces,
     write_rank,
 )
-from tpconvert.checkpoint.pieces import same_bytes
+from tpconvert.checkpoint.tensors.pieces import same_bytes
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.layout import Block, Layout
 

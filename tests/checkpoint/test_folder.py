@@ -112,7 +112,7 @@ def test_too_small_a_disk_is_refused_at_once(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fills_up_leaves_nothing(out, tmp_path, monkeypatch):
-    from tpconvert.checkpoint import tensorfile
+    from tpconvert.checkpoint.files import tensorfile
 
     before, write = hashes(out), tensorfile.TensorFileWriter._write
 

@@ -22,8 +22,8 @@ from tpconvert.checkpoint import (
     shard,
     tensor_weights,
 )
-from tpconvert.checkpoint.header import parse_header
-from tpconvert.checkpoint.tensorfile import TensorFile, load_pickle
+from tpconvert.checkpoint.files.header import parse_header
+from tpconvert.checkpoint.files.tensorfile import TensorFile, load_pickle
 from tpconvert.errors import CheckpointError
 
 FINE = save({"a": torch.rand(4, 3), "b": torch.arange(5)}, {"format": "pt"})

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.frame import layouts
-from tpconvert.checkpoint.pieces import gather_pieces, same_bytes, take_pieces, unequal_replicas
+from tpconvert.checkpoint.tensors.pieces import gather_pieces, same_bytes, take_pieces, unequal_replicas
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.layout import Block, Layout
 

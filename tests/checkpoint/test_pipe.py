@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.frame import cut_all, hashes, plan_of, rows
 from tpconvert.checkpoint import check_folder, file_weights, merge, reshard, shard, tensor_weights
-from tpconvert.checkpoint.compose import full, run_around, split_of
-from tpconvert.checkpoint.tensorfile import TensorFile
+from tpconvert.checkpoint.files.tensorfile import TensorFile
+from tpconvert.checkpoint.tensors.compose import full, run_around, split_of
 from tpconvert.errors import CheckpointError
 
 SHAPES = {"rows": (512, 96), "columns": (256, 192), "experts": (8, 48, 64), "whole": (96, 64), "norm": (64,)}
@@ -67,7 +67,7 @@ def test_each_byte_is_read_once_at_any_degree(source, tmp_path, small_runs, read
 
 
 def test_what_lies_across_is_read_once_too(tmp_path, small_runs, read):
-    from tpconvert.checkpoint.weights import Weights
+    from tpconvert.checkpoint.tensors.weights import Weights
     from tpconvert.spec.recipe import Permute, Take
 
     save_file({"x": torch.rand(96, 128)}, tmp_path / "m.safetensors")
@@ -112,7 +112,7 @@ def test_what_is_read_may_be_harmed_at_any_time(source, tmp_path, small_runs, mo
     shard(weights, cut(weights, 2), tmp_path / "in")
     path = source if command == "shard" else tmp_path / "in" / "rank-00001-of-00002" / "model.safetensors"
     before, threads = hashes(tmp_path), threading.active_count()
-    monkeypatch.setattr("tpconvert.checkpoint.pipe.AHEAD", 2)
+    monkeypatch.setattr("tpconvert.checkpoint.files.pipe.AHEAD", 2)
     done = []
 
     def progress(now, total):
@@ -151,7 +151,7 @@ def test_a_check_goes_on_beside_and_still_comes_first(source, tmp_path, command)
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT, errno.EROFS])
 def test_a_disk_that_fails_ends_every_thread(source, tmp_path, small_runs, monkeypatch, number):
-    from tpconvert.checkpoint import tensorfile
+    from tpconvert.checkpoint.files import tensorfile
 
     def fail(*args):
         raise OSError(number, os.strerror(number))

@@ -8,8 +8,8 @@ import torch
 
 from tests.checkpoint.frame import hashes, plan_of, rows
 from tpconvert.checkpoint import check_folder, load_rank, merge, reshard, shard
-from tpconvert.checkpoint.pieces import gather_pieces, same_bytes
-from tpconvert.source.conversion import hf_weights
+from tpconvert.checkpoint.tensors.pieces import gather_pieces, same_bytes
+from tpconvert.source.huggingface.conversion import hf_weights
 from tpconvert.spec.layout import Block, Layout
 
 

@@ -5,10 +5,10 @@ import pytest
 from click.testing import CliRunner
 
 from tests.checkpoint.frame import hashes
-from tpconvert.checkpoint.remote import fetch_folder, output_folder
+from tpconvert.checkpoint.files.remote import fetch_folder, output_folder
 from tpconvert.cli import main
 from tpconvert.errors import CheckpointError
-from tpconvert.source.hub import find_home
+from tpconvert.source.huggingface.hub import find_home
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from tpconvert.checkpoint import (
     take_pieces,
     tensor_weights,
 )
-from tpconvert.checkpoint.pieces import same_bytes
-from tpconvert.checkpoint.store import Store
+from tpconvert.checkpoint.tensors.pieces import same_bytes
+from tpconvert.checkpoint.tensors.store import Store
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.layout import Block, Layout
 from tpconvert.spec.plan import Verdict
@@ -147,7 +147,7 @@ def test_large_ranks_are_split_with_an_index(tmp_path):
 
 def test_tensors_larger_than_one_run_are_exact(tmp_path, monkeypatch):
     monkeypatch.setattr("tpconvert.checkpoint.write.RUN", 256)
-    monkeypatch.setattr("tpconvert.checkpoint.pipe.RELEASE_EVERY", 300)
+    monkeypatch.setattr("tpconvert.checkpoint.files.pipe.RELEASE_EVERY", 300)
     weights = tensor_weights({"x": torch.rand(24, 30), "y": torch.rand(7, 40, 3)})
     plan = plan_of(weights, 3, {"x": rows((24, 30), 1), "y": rows((7, 40, 3), 1)})
     shard(weights, plan, tmp_path / "out")
@@ -234,7 +234,7 @@ def test_a_rank_that_is_not_there_says_how_many_are(tmp_path):
 
 
 def test_tensors_of_several_dtypes_are_not_joined_into_one():
-    from tpconvert.checkpoint.weights import Weights
+    from tpconvert.checkpoint.tensors.weights import Weights
     from tpconvert.spec.recipe import Join, Take
 
     store = Store({"f": {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)}})

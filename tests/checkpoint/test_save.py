@@ -24,7 +24,7 @@ from tpconvert.checkpoint import (
     take_pieces,
     write_rank,
 )
-from tpconvert.checkpoint.store import Store
+from tpconvert.checkpoint.tensors.store import Store
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.layout import Block, Layout
 

@@ -6,8 +6,8 @@ from safetensors.torch import save_file
 
 from tests.checkpoint.frame import hashes, menagerie, plan_of
 from tpconvert.checkpoint import file_weights, merge, module_weights, open_store, shard, tensor_weights
-from tpconvert.checkpoint.pieces import same_bytes
-from tpconvert.checkpoint.store import other_files
+from tpconvert.checkpoint.tensors.pieces import same_bytes
+from tpconvert.checkpoint.tensors.store import other_files
 from tpconvert.errors import CheckpointError
 
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
 from tests.checkpoint.frame import menagerie
-from tpconvert.checkpoint.digest import hash_file
-from tpconvert.checkpoint.header import DTYPES, make_header, parse_header, read_header
-from tpconvert.checkpoint.pieces import same_bytes
-from tpconvert.checkpoint.tensorfile import Buffers, TensorFile, TensorFileWriter, flat_bytes, load_pickle
+from tpconvert.checkpoint.files.digest import hash_file
+from tpconvert.checkpoint.files.header import DTYPES, make_header, parse_header, read_header
+from tpconvert.checkpoint.files.tensorfile import Buffers, TensorFile, TensorFileWriter, flat_bytes, load_pickle
+from tpconvert.checkpoint.tensors.pieces import same_bytes
 from tpconvert.errors import CheckpointError
 
 

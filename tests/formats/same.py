@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.hf_models import ready
-from tpconvert.verify.modes import Exact, loss_of, tensors_of
+from tpconvert.verify.measure.modes import Exact, loss_of, tensors_of
 
 
 def under_transformers(mesh, name: str, tp_plan: dict[str, str]) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.models import leaves, loss_of, perturb
 from tpconvert.parallel import Mesh, clip_grad_norm_, parallelize
-from tpconvert.parallel.collectives import averaged_over_dp, joined, parts_of
+from tpconvert.parallel.comm.collectives import averaged_over_dp, joined, parts_of
 from tpconvert.spec.layout import Block, Layout
 from tpconvert.spec.plan import Plan, Verdict
 

@@ -7,8 +7,8 @@ from torch import nn
 from tests.parallel.same import plan_of, rows
 from tpconvert.errors import PlanError
 from tpconvert.parallel import clip_grad_norm_, dry_mesh, parallelize
-from tpconvert.parallel.clip import grad_norm
 from tpconvert.parallel.convert import part
+from tpconvert.parallel.grads.clip import grad_norm
 from tpconvert.spec.layout import Block, Layout
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tpconvert.parallel import collectives
-from tpconvert.parallel.collectives import (
+from tpconvert.parallel.comm import collectives
+from tpconvert.parallel.comm.collectives import (
     all_gather,
     copy,
     copy_own,
@@ -20,7 +20,7 @@ from tpconvert.parallel.collectives import (
     scatter_slices,
     single,
 )
-from tpconvert.parallel.mesh import dry_mesh
+from tpconvert.parallel.comm.mesh import dry_mesh
 from tpconvert.spec.layout import Block, Layout
 
 DEGREES = [2, 3, 4]

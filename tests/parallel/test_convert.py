@@ -10,7 +10,7 @@ from torch import nn
 from tests.models import perturb
 from tests.parallel.same import columns, plan_of, rows, train_alike
 from tpconvert.parallel import parallelize
-from tpconvert.parallel.collectives import joined, parts_of
+from tpconvert.parallel.comm.collectives import joined, parts_of
 from tpconvert.parallel.convert import output_gathers
 from tpconvert.spec.layout import Block, Layout
 from tpconvert.spec.plan import Axis, Boundary, Edit

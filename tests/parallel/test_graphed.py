@@ -11,8 +11,8 @@ from torch import nn
 from benchmarks.compare import models
 from tpconvert.errors import PlanError
 from tpconvert.parallel import cross_entropy, make_mesh, parallelize
+from tpconvert.parallel.compiled.graphed import GraphedStep, _why
 from tpconvert.parallel.convert import output_gathers
-from tpconvert.parallel.graphed import GraphedStep, _why
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 
@@ -222,7 +222,7 @@ def _on_rank(rank, folder, text, compiled, sequence_parallel):
 
     expected = [plain(module, loss, batch) for batch in given]
     if compiled:
-        from tpconvert.parallel.compiled import compile_layers
+        from tpconvert.parallel.compiled.layers import compile_layers
 
         compile_layers(module)
     step = GraphedStep(module, loss, given[0])

@@ -12,7 +12,7 @@ from torch import nn
 from tests.parallel.same import columns, plan_of, rows, train_alike
 from tpconvert.errors import PlanError
 from tpconvert.parallel import dry_mesh, parallelize
-from tpconvert.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tpconvert.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tpconvert.spec.plan import Boundary
 
 REDUCE = Boundary("reduce", "down", "output", ("",))

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpconvert.errors import PlanError
-from tpconvert.parallel import Mesh, cross_entropy, dry_mesh, loss
-from tpconvert.parallel.collectives import parts_of, take
+from tpconvert.parallel import Mesh, cross_entropy, dry_mesh
+from tpconvert.parallel.comm.collectives import parts_of, take
+from tpconvert.parallel.layers import loss
 from tpconvert.spec.layout import Block, Layout
 
 WORDS = 11

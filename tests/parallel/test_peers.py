@@ -10,9 +10,11 @@ from tests.parallel.test_products import set_to
 from tests.parallel.test_schedule import Draft, aten, passes_alone, results
 from tests.parallel.test_wire import TOKENS, WORDS, model_of
 from tpconvert.errors import PlanError
-from tpconvert.parallel import Mesh, layers, make_mesh, parallelize, substitute
-from tpconvert.parallel.compiled import layers_of, norms_of
-from tpconvert.parallel.peers import Peers
+from tpconvert.parallel import Mesh, make_mesh, parallelize
+from tpconvert.parallel.comm.peers import Peers
+from tpconvert.parallel.compiled import substitute
+from tpconvert.parallel.compiled.layers import layers_of, norms_of
+from tpconvert.parallel.layers import linear as layers
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 
@@ -46,7 +48,7 @@ class Ordered(Draft):
     least = 1
 
     def ordered(self, *outputs):
-        from tpconvert.parallel.schedule import HideCollectives
+        from tpconvert.parallel.compiled.schedule import HideCollectives
 
         self.graph.output(outputs)
         self.graph = fx.GraphModule({}, self.graph).graph

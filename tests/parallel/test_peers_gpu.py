@@ -9,9 +9,9 @@ import torch.multiprocessing as mp
 
 from benchmarks.compare import models
 from tpconvert.parallel import cross_entropy, make_mesh, parallelize
-from tpconvert.parallel.compiled import compile_layers
+from tpconvert.parallel.compiled.graphed import GraphedStep
+from tpconvert.parallel.compiled.layers import compile_layers
 from tpconvert.parallel.convert import output_gathers
-from tpconvert.parallel.graphed import GraphedStep
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 

@@ -10,7 +10,7 @@ import torch
 
 from tpconvert.errors import PlanError
 from tpconvert.parallel import Mesh
-from tpconvert.parallel.collectives import gather, parts_of, scatter
+from tpconvert.parallel.comm.collectives import gather, parts_of, scatter
 from tpconvert.spec.layout import Block
 
 HEADS = 5

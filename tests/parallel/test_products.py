@@ -8,8 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.test_schedule import passes_alone
 from tests.parallel.test_wire import TOKENS, WORDS, Wire, model_of
-from tpconvert.parallel import Mesh, layers, parallelize, products
-from tpconvert.parallel.compiled import layers_of
+from tpconvert.parallel import Mesh, parallelize
+from tpconvert.parallel.compiled.layers import layers_of
+from tpconvert.parallel.layers import linear as layers
+from tpconvert.parallel.layers import products
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.same import columns, plan_of, rows
 from tpconvert.parallel import dry_mesh, parallelize
-from tpconvert.parallel.random import Streams, Tape, add_switches, meshes_of, seed_ranks
+from tpconvert.parallel.comm.random import Streams, Tape, add_switches, meshes_of, seed_ranks
 from tpconvert.spec.plan import Boundary, Plan, Rewrite, Switch
 
 

@@ -14,7 +14,7 @@ from tests.models import MODELS
 from tests.parallel.same import columns, plan_of, rows, train_alike
 from tpconvert.errors import PlanError
 from tpconvert.parallel import dry_mesh, parallelize
-from tpconvert.parallel.rewrite import resolve, rewritten_forward
+from tpconvert.parallel.calls.rewrite import resolve, rewritten_forward
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Boundary, Plan, Rewrite
 

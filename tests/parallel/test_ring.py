@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpconvert.parallel.ring import FLAGS, Ring
+from tpconvert.parallel.comm.ring import FLAGS, Ring
 
 
 class Rank:

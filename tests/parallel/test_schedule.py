@@ -7,7 +7,7 @@ from torch import fx
 from tests.parallel.test_wire import TOKENS, WORDS, model_of
 from tpconvert.errors import PlanError
 from tpconvert.parallel import parallelize
-from tpconvert.parallel.compiled import compile_layers, layers_of
+from tpconvert.parallel.compiled.layers import compile_layers, layers_of
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 
@@ -41,7 +41,7 @@ class Draft:
         return self.op(aten.mm.default, a, b, like=a.meta["val"].new_empty(rows, columns))
 
     def ordered(self, *outputs):
-        from tpconvert.parallel.schedule import HideCollectives
+        from tpconvert.parallel.compiled.schedule import HideCollectives
 
         self.graph.output(outputs)
         module = fx.GraphModule({}, self.graph)
@@ -105,7 +105,7 @@ def test_a_graph_that_writes_keeps_its_order_but_for_writes_into_inputs_at_its_e
 
 
 def test_only_what_a_forward_gathers_is_gathered_again():
-    from tpconvert.parallel.schedule import GatherAgain
+    from tpconvert.parallel.compiled.schedule import GatherAgain
 
     draft = Draft()
     x, grad = draft.value("primals_1"), draft.value("tangents_1")
@@ -130,7 +130,7 @@ def passes_alone(gm, inputs, pairs=None, begun=None):
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
-    from tpconvert.parallel.schedule import GatherAgain, HideCollectives
+    from tpconvert.parallel.compiled.schedule import GatherAgain, HideCollectives
 
     def partitioned(joint, joint_inputs, **rest):
         GatherAgain()(joint.graph)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.hf_models import CASES, build
 from tpconvert.planning import make_plan
-from tpconvert.source.frugal import parameters_to_meta
+from tpconvert.source.build.frugal import parameters_to_meta
 
 
 @pytest.mark.parametrize("name", CASES)

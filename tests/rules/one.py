@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpconvert.analyze.axes import Axes, tensors
-from tpconvert.analyze.capture import capture
-from tpconvert.analyze.dealing import Deal
-from tpconvert.analyze.emulate import Lockstep
-from tpconvert.analyze.flow import ConflictError, Flow, trace_flow
-from tpconvert.analyze.rules import Rules, load_rules
-from tpconvert.analyze.terms import Term, leaves
+from tpconvert.analyze.axes.dealing import Deal
+from tpconvert.analyze.axes.run import Axes, tensors
+from tpconvert.analyze.axes.terms import Term, leaves
+from tpconvert.analyze.capture.run import capture
+from tpconvert.analyze.emulate.run import Lockstep
+from tpconvert.analyze.flow.run import ConflictError, Flow, trace_flow
+from tpconvert.analyze.ops.rules import Rules, load_rules
 
 RANDOM = frozenset(
     [

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from tests.rules.cases import CASES, SPELLINGS
 from tests.rules.one import Case, agrees, analyse, case, flow_of, free_dims, parameter_atoms, shared_sum
-from tpconvert.analyze.axes import Rule
-from tpconvert.analyze.rules import POINTWISE, Rules, load_rules, rules_folder
+from tpconvert.analyze.axes.run import Rule
+from tpconvert.analyze.ops.rules import POINTWISE, Rules, load_rules, rules_folder
 
 RULES = load_rules()
 WHOLE = {

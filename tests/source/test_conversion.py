@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.frame import cut_all, hashes, plan_of
 from tests.hf_models import CASES, build
 from tpconvert.checkpoint import check_folder, load_rank, merge, reshard, shard
-from tpconvert.checkpoint.compose import compose, full
-from tpconvert.checkpoint.pieces import same_bytes
+from tpconvert.checkpoint.tensors.compose import compose, full
+from tpconvert.checkpoint.tensors.pieces import same_bytes
 from tpconvert.errors import SourceError
-from tpconvert.source.conversion import hf_weights
+from tpconvert.source.huggingface.conversion import hf_weights
 from tpconvert.spec.recipe import Take, invert, takes
 
 
@@ -177,7 +177,7 @@ def operations():
 def test_an_operation_of_transformers_is_recorded_and_undone(kind):
     from types import SimpleNamespace
 
-    from tpconvert.source.conversion import _Recorder
+    from tpconvert.source.huggingface.conversion import _Recorder
 
     ops, targets, given = operations()[kind]
     config = SimpleNamespace(num_attention_heads=2)
@@ -215,7 +215,7 @@ def composed(recipe, tensors):
 
 
 def test_values_that_transformers_computes_are_refused():
-    from tpconvert.source.conversion import _Recorder
+    from tpconvert.source.huggingface.conversion import _Recorder
 
     recorder = _Recorder()
     given = recorder.stand_in(Take("a", (4, 2)), torch.float32)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.source.hub_server import COMMIT, serving
 from tpconvert.errors import SourceError
-from tpconvert.source.hub import find_home, weight_files
+from tpconvert.source.huggingface.hub import find_home, weight_files
 
 NAME = "owner/model"
 

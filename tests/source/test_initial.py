@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.hf_models import build
 from tpconvert.cli import main
-from tpconvert.source import initial
-from tpconvert.source.initial import on_files
+from tpconvert.source.build import initial
+from tpconvert.source.build.initial import on_files
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_factories_give_the_same_tensors_on_files(dtype):
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit counts private memory on Linux")
 def test_memory_does_not_hold_the_module():
     code = (
-        "import resource, sys, torch; from torch import nn; from tpconvert.source.initial import on_files\n"
+        "import resource, sys, torch; from torch import nn; from tpconvert.source.build.initial import on_files\n"
         "nn.Linear(512, 512)\n"
         "held = int(open('/proc/self/status').read().split('VmData:')[1].split()[0]) << 10\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (held + (64 << 20),) * 2)\n"

@@ -9,10 +9,10 @@ from transformers import PretrainedConfig
 
 from tpconvert.errors import SourceError
 from tpconvert.source import open_source
-from tpconvert.source.documented import arguments, example, size_of
-from tpconvert.source.inputs import Search, example_inputs
-from tpconvert.source.media import images
-from tpconvert.source.resize import resized
+from tpconvert.source.inputs.documented import arguments, example, size_of
+from tpconvert.source.inputs.find import Search, example_inputs
+from tpconvert.source.inputs.media import images
+from tpconvert.source.inputs.resize import resized
 
 TEXT = {
     "hidden_size": 24,

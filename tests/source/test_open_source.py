@@ -11,8 +11,8 @@ from torch import nn
 
 from tpconvert.errors import SourceError
 from tpconvert.source import open_source, twin
-from tpconvert.source.frugal import frugal
-from tpconvert.source.tasks import task_names
+from tpconvert.source.build.frugal import frugal
+from tpconvert.source.huggingface.tasks import task_names
 
 OWN = """
 import torch

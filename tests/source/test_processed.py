@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaConfig, MllamaConfig, VibeVoiceAsrConfig
 
-from tpconvert.source.processed import processed
+from tpconvert.source.inputs.processed import processed
 
 
 def test_processors_lay_images_out_for_the_sizes_of_the_config():

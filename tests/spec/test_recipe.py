@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpconvert.checkpoint.compose import compose, full
+from tpconvert.checkpoint.tensors.compose import compose, full
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.recipe import Join, Narrow, Permute, Reshape, Take, from_json, invert, takes, to_json
 

@@ -12,9 +12,10 @@ from tests.train.tiny import make_folder
 from tpconvert.checkpoint import merge
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import make_mesh
-from tpconvert.train import loop, state
-from tpconvert.train.best import Best, best_of
-from tpconvert.train.config import Checkpoint, make_config
+from tpconvert.train import loop
+from tpconvert.train.saving import state
+from tpconvert.train.saving.best import Best, best_of
+from tpconvert.train.settings.config import Checkpoint, make_config
 
 JUDGED = {2: 3.0, 4: 1.0, 6: 2.0, 8: float("nan"), 10: 1.0, 12: 1.5}
 """Step -> what is measured after it."""

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tpconvert.errors import ConfigError
-from tpconvert.train.config import Training, accumulation, apply_overrides, load_config, make_config, schema
+from tpconvert.train.settings.config import Training, accumulation, apply_overrides, load_config, make_config, schema
 
 SMALL = {"data": {"path": "corpus.txt"}}
 
@@ -68,8 +68,8 @@ def test_a_word_of_another_trainer_is_translated(key: str, message: str):
 
 
 def test_every_word_of_another_trainer_leads_to_a_key():
-    from tpconvert.train.config import _keys
-    from tpconvert.train.foreign import FOREIGN
+    from tpconvert.train.settings.config import _keys
+    from tpconvert.train.settings.foreign import FOREIGN
 
     assert not FOREIGN.keys() - {path for path, _ in _keys()}
     words = [word for text in FOREIGN.values() for word in text.split()]
@@ -175,7 +175,7 @@ SCHEMA = Path(__file__).parents[2] / "docs/schemas/train-config.schema.json"
 
 
 def test_the_schema_for_editors_is_that_of_the_code():
-    assert json.loads(SCHEMA.read_text()) == schema(), f"Run: python -m tpconvert.train.config {SCHEMA}"
+    assert json.loads(SCHEMA.read_text()) == schema(), f"Run: python -m tpconvert.train.settings.config {SCHEMA}"
 
 
 def test_the_schema_knows_the_keys_and_what_they_mean():

@@ -10,14 +10,14 @@ from tests.train.tiny import make_folder, make_text
 from tpconvert.checkpoint import load_rank
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import make_mesh
-from tpconvert.train.batch import IGNORE, Shortened, check_shares, collate, count_labels, fingerprint, origins_of
-from tpconvert.train.config import make_config
-from tpconvert.train.fits import Limits, check_fits, cut_off
+from tpconvert.train.data.batch import IGNORE, Shortened, check_shares, collate, count_labels, fingerprint, origins_of
+from tpconvert.train.data.order import Batches, Position
+from tpconvert.train.examples.fits import Limits, check_fits, cut_off
+from tpconvert.train.examples.objectives import Causal, make_sequences
+from tpconvert.train.examples.text import Column, Tokens
+from tpconvert.train.examples.tokenizer import ByteTokenizer
 from tpconvert.train.loop import train
-from tpconvert.train.objectives import Causal, make_sequences
-from tpconvert.train.order import Batches, Position
-from tpconvert.train.text import Column, Tokens
-from tpconvert.train.tokenizer import ByteTokenizer
+from tpconvert.train.settings.config import make_config
 
 
 def numbers(n: int, *starts: int) -> Tokens:
@@ -187,7 +187,7 @@ def test_text_that_the_model_has_no_words_or_places_for_is_an_error_with_the_num
 
 def test_places_are_known_by_whatever_name_the_kind_of_model_has_for_them():
     from tests.parallel.same import plan_of
-    from tpconvert.train.fits import limits
+    from tpconvert.train.examples.fits import limits
 
     plan = plan_of(torch.nn.Linear(2, 2), 1, {})
     assert limits({"model_type": "gpt2", "n_positions": 64, "vocab_size": 9}, plan) == Limits(9, 64, 2)

@@ -5,10 +5,10 @@ import pytest
 
 from tests.train.test_data import take
 from tpconvert.errors import ConfigError
-from tpconvert.train.batch import fingerprint
-from tpconvert.train.data import Held
-from tpconvert.train.objectives import Part, split
-from tpconvert.train.order import Batches, Position
+from tpconvert.train.data.batch import fingerprint
+from tpconvert.train.data.order import Batches, Position
+from tpconvert.train.data.run import Held
+from tpconvert.train.examples.objectives import Part, split
 
 
 def blend(sizes=(40, 10), weights=(3.0, 1.0), **place) -> Batches:

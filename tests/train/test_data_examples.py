@@ -25,8 +25,8 @@ from tpconvert.errors import ConfigError
 from tpconvert.parallel import make_mesh
 from tpconvert.planning import make_plan
 from tpconvert.source import open_source
-from tpconvert.train.config import load_config, make_config
 from tpconvert.train.loop import train
+from tpconvert.train.settings.config import load_config, make_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WIDTH = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
@@ -104,7 +104,7 @@ def test_each_example_trains_the_model_that_it_is_for(run_ranks, tmp_path: Path,
 def test_the_loss_is_that_of_transformers(run_ranks, tmp_path: Path, name: str):
     """One batch in evaluation mode, with the labels given to the model of transformers."""
     from tpconvert.checkpoint import read_plan
-    from tpconvert.train.data import Position, open_data
+    from tpconvert.train.data.run import Position, open_data
 
     folder, config = sharded(tmp_path, name, 2), small(tmp_path, name)
     data = open_data(folder, tmp_path, read_plan(folder), config, make_mesh(1), True)
@@ -148,10 +148,10 @@ def test_pairs_of_texts_are_what_transformers_makes_of_them(run_ranks, tmp_path:
 
 def judged(mesh, folder: Path, config, output: Path) -> dict[str, float] | None:
     from tpconvert.checkpoint import read_plan
-    from tpconvert.train.data import open_data
-    from tpconvert.train.evaluate import evaluate
+    from tpconvert.train.data.run import open_data
     from tpconvert.train.loop import open_model
-    from tpconvert.train.state import Progress, Run
+    from tpconvert.train.saving.state import Progress, Run
+    from tpconvert.train.steps.evaluate import evaluate
 
     data = open_data(folder, output, read_plan(folder), config, mesh, mesh.rank == 0)
     model = open_model(Run(folder, output, read_plan(folder), config, mesh), folder, Progress(), False, data.packed)
@@ -160,7 +160,7 @@ def judged(mesh, folder: Path, config, output: Path) -> dict[str, float] | None:
 
 def of_parts(mesh) -> tuple[list[int], list[int]]:
     from tpconvert.spec.layout import Block, Layout
-    from tpconvert.train.model import likeliest
+    from tpconvert.train.model.open import likeliest
 
     logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
     blocks = (Block(3), Block(4))
@@ -186,9 +186,9 @@ def test_a_pair_of_what_has_no_pairs_is_refused(tmp_path: Path):
 
 def evaluated(mesh, folder: Path, config, output: Path) -> float:
     from tpconvert.checkpoint import read_plan
-    from tpconvert.train.data import Position, open_data
+    from tpconvert.train.data.run import Position, open_data
     from tpconvert.train.loop import open_model
-    from tpconvert.train.state import Progress, Run
+    from tpconvert.train.saving.state import Progress, Run
 
     data = open_data(folder, output, read_plan(folder), config, mesh, mesh.rank == 0)
     batch = next(data.train.steps(Position()))[0][0]

@@ -11,12 +11,13 @@ from torch.utils.data import Dataset, IterableDataset
 from tests.train.tiny import WORDS, lm, make_folder
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import make_mesh
-from tpconvert.train import data, state
-from tpconvert.train.batch import fingerprint
-from tpconvert.train.config import Config, make_config
+from tpconvert.train.data import run as data
+from tpconvert.train.data.batch import fingerprint
+from tpconvert.train.data.order import Position
+from tpconvert.train.data.own import Stream
 from tpconvert.train.loop import train
-from tpconvert.train.order import Position
-from tpconvert.train.own import Stream
+from tpconvert.train.saving import state
+from tpconvert.train.settings.config import Config, make_config
 
 HERE = Path(__file__)
 
@@ -157,7 +158,7 @@ def run(mesh, folder: Path, config: Config, output: Path) -> list[float]:
 
 def plainly(loss, steps: int = 6, dataset: Dataset | None = None) -> list[float]:
     """The same training of the whole model in one process."""
-    from tpconvert.train.optimizer import learning_rate, make_optimizer, set_learning_rate
+    from tpconvert.train.steps.optimizer import learning_rate, make_optimizer, set_learning_rate
 
     config, dataset = settings(), dataset or Pairs()
     module = lm()[0].double().train()

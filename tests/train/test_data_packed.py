@@ -23,10 +23,10 @@ from tpconvert.errors import ConfigError
 from tpconvert.parallel import make_mesh
 from tpconvert.planning import make_plan
 from tpconvert.source import open_source
-from tpconvert.train.config import Config, make_config
-from tpconvert.train.data import IGNORE, Position, open_data
+from tpconvert.train.data.packed import Trial, is_padding_left_out
+from tpconvert.train.data.run import IGNORE, Position, open_data
 from tpconvert.train.loop import train
-from tpconvert.train.packed import Trial, is_padding_left_out
+from tpconvert.train.settings.config import Config, make_config
 
 FEW = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 MODELS = {
@@ -105,7 +105,7 @@ def evaluated(mesh, folder: Path, config: Config, output: Path) -> float:
     """The loss of the first batch in evaluation mode, by the trainer's own model."""
     from tpconvert.checkpoint import read_plan
     from tpconvert.train.loop import open_model
-    from tpconvert.train.state import Progress, Run
+    from tpconvert.train.saving.state import Progress, Run
 
     batch = first_batch(folder, config, mesh)
     model = open_model(Run(folder, output, read_plan(folder), config, mesh), folder, Progress(), False, True)

@@ -10,9 +10,9 @@ from torch import nn
 from tests.train.test_loop import changed, run, settings, worst
 from tests.train.tiny import make_folder, train_plainly
 from tpconvert.errors import TrainError
-from tpconvert.train.config import Parallelism
-from tpconvert.train.ranks import sum_gradients
-from tpconvert.train.shards import share_out
+from tpconvert.train.model.shards import share_out
+from tpconvert.train.settings.config import Parallelism
+from tpconvert.train.together.ranks import sum_gradients
 
 TABLE = [
     (50, 2, 2, {}),
@@ -27,7 +27,7 @@ TABLE = [
 
 @cache
 def plain(text: str) -> tuple[list[float], list[float]]:
-    from tpconvert.train.config import make_config
+    from tpconvert.train.settings.config import make_config
 
     norms: list[float] = []
     return train_plainly(make_config(json.loads(text)), norms=norms)[1], norms

@@ -4,7 +4,7 @@ from torch import nn
 
 from tests.hf_models import build
 from tpconvert.source import Source
-from tpconvert.train.flops import Work, device_peak, model_flops, peak_flops
+from tpconvert.train.model.flops import Work, device_peak, model_flops, peak_flops
 
 
 def source(module: nn.Module, inputs) -> Source:

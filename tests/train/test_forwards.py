@@ -9,9 +9,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tpconvert.parallel import dry_mesh
-from tpconvert.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from tpconvert.train.forwards import Checkpointed, Selective, give_forward
-from tpconvert.train.fp8 import give_product
+from tpconvert.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpconvert.train.model.forwards import Checkpointed, Selective, give_forward
+from tpconvert.train.model.fp8 import give_product
 
 LAYERS = 12  # more than torch.compile compiles of one function
 

@@ -27,11 +27,11 @@ from tpconvert.errors import ConfigError
 from tpconvert.parallel import make_mesh
 from tpconvert.source import open_source
 from tpconvert.spec.plan import Boundary, Plan
-from tpconvert.train.config import Config, make_config
-from tpconvert.train.data import Batches, Position, make_sequences
+from tpconvert.train.data.run import Batches, Position, make_sequences
+from tpconvert.train.examples.text import open_tokens, tokenize
+from tpconvert.train.examples.tokenizer import open_tokenizer
 from tpconvert.train.loop import train
-from tpconvert.train.text import open_tokens, tokenize
-from tpconvert.train.tokenizer import open_tokenizer
+from tpconvert.train.settings.config import Config, make_config
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

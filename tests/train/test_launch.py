@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from tests.train.tiny import make_folder, make_text
 from tpconvert.checkpoint import check_folder
 from tpconvert.errors import TrainError
-from tpconvert.train import state
 from tpconvert.train.__main__ import command
 from tpconvert.train.launch import check_launchers
+from tpconvert.train.saving import state
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from tests.train.tiny import make_folder, make_text, train_plainly
 from tpconvert.checkpoint import merge, read_plan
 from tpconvert.errors import ConfigError, TrainError
-from tpconvert.train import state
-from tpconvert.train.config import Config, make_config
 from tpconvert.train.loop import seed_micro_batch, train
-from tpconvert.train.model import build, open_module
-from tpconvert.train.ranks import sum_gradients
+from tpconvert.train.model.open import build, open_module
+from tpconvert.train.saving import state
+from tpconvert.train.settings.config import Config, make_config
+from tpconvert.train.together.ranks import sum_gradients
 
 PLACES = [(2, 1), (1, 2), (2, 2)]
 
@@ -204,7 +204,7 @@ def test_a_loss_that_is_no_number_ends_the_run(run_ranks, tmp_path: Path):
 
 def test_a_model_that_is_not_for_text_says_so(tmp_path: Path):
     from tpconvert.source.source import Source
-    from tpconvert.train.model import make_call
+    from tpconvert.train.model.open import make_call
 
     source = Source(
         name="it", module=torch.nn.Linear(2, 2), inputs={"x": torch.zeros(2, 2)}, build=None, weights=None

@@ -14,10 +14,10 @@ from tpconvert.errors import ConfigError
 from tpconvert.planning import make_plan
 from tpconvert.source import open_source
 from tpconvert.spec.plan import Plan
-from tpconvert.train.config import Config, make_config
 from tpconvert.train.loop import open_model, train
-from tpconvert.train.model import told_of_packing
-from tpconvert.train.state import Progress, Run
+from tpconvert.train.model.open import told_of_packing
+from tpconvert.train.saving.state import Progress, Run
+from tpconvert.train.settings.config import Config, make_config
 
 FEW = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 

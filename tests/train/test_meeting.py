@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from tpconvert.errors import TrainError
-from tpconvert.train import meeting
-from tpconvert.train.meeting import meet
+from tpconvert.train.together import meeting
+from tpconvert.train.together.meeting import meet
 
 
 def started(store, counts: list[int], late: int = 0) -> list[tuple[str, bool]]:

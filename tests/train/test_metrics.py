@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tpconvert.train.config import Logging, Profile
-from tpconvert.train.flops import Work
-from tpconvert.train.metrics import Metrics
-from tpconvert.train.profile import Watch
+from tpconvert.train.model.flops import Work
+from tpconvert.train.settings.config import Logging, Profile
+from tpconvert.train.shown.metrics import Metrics
+from tpconvert.train.shown.profile import Watch
 
 
 def log(metrics: Metrics, step: int, loss: float = 2.5) -> None:

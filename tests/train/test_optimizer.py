@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from tpconvert.train.config import Training
-from tpconvert.train.optimizer import (
+from tpconvert.train.settings.config import Training
+from tpconvert.train.steps.optimizer import (
     learning_rate,
     load_optimizer_tensors,
     make_optimizer,

@@ -12,8 +12,8 @@ from tests.train.tiny import make_text
 from tpconvert.checkpoint import merge, shard
 from tpconvert.planning import make_plan
 from tpconvert.source import open_source
-from tpconvert.train.config import Config, make_config
 from tpconvert.train.loop import train
+from tpconvert.train.settings.config import Config, make_config
 
 
 def make_folder(tmp_path: Path, tp: int) -> Path:

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from tpconvert.cli import main
 from tpconvert.errors import ConfigError
-from tpconvert.train.plot import plot, read_run
+from tpconvert.train.shown.plot import plot, read_run
 
 pytest.importorskip("matplotlib")
 

@@ -8,8 +8,8 @@ import torch
 
 from tests.train.test_loop import changed, run, settings
 from tests.train.tiny import make_folder
-from tpconvert.train.config import Profile
-from tpconvert.train.profile import Watch, is_sending, joined, split
+from tpconvert.train.settings.config import Profile
+from tpconvert.train.shown.profile import Watch, is_sending, joined, split
 
 
 @dataclass

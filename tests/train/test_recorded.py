@@ -12,10 +12,10 @@ from tests.train.test_loop import changed, settings
 from tests.train.tiny import make_folder
 from tpconvert.errors import ConfigError
 from tpconvert.parallel import make_mesh
-from tpconvert.train.batch import OwnBatch, collate
-from tpconvert.train.config import make_config
+from tpconvert.train.data.batch import OwnBatch, collate
 from tpconvert.train.loop import train
-from tpconvert.train.recorded import Recorded, _tensors
+from tpconvert.train.settings.config import make_config
+from tpconvert.train.steps.recorded import Recorded, _tensors
 
 
 @pytest.mark.parametrize(

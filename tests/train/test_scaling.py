@@ -11,8 +11,8 @@ from tests.train.test_state import contents, resuming, stop_after
 from tests.train.tiny import make_folder
 from tpconvert.errors import TrainError
 from tpconvert.train import loop
-from tpconvert.train.config import Training
-from tpconvert.train.scaling import Scale, first_scale
+from tpconvert.train.settings.config import Training
+from tpconvert.train.steps.scaling import Scale, first_scale
 
 
 def test_the_scale_halves_where_gradients_overflow_and_doubles_after_a_window_of_good_steps():

@@ -12,8 +12,8 @@ from tests.train.tiny import lm_bf16, make_folder
 from tpconvert.checkpoint import check_folder, read_manifest, reshard
 from tpconvert.errors import CheckpointError, ConfigError
 from tpconvert.parallel import make_mesh
-from tpconvert.train import state
 from tpconvert.train.loop import train
+from tpconvert.train.saving import state
 
 
 def stop_after(mesh, folder: Path, config, output: Path, steps: int) -> list[float]:
@@ -144,7 +144,7 @@ def test_a_step_of_another_model_is_refused(tmp_path: Path):
 
 
 def fail_to_write(mesh, folder: Path, config, output: Path) -> str:
-    from tpconvert.train import save as module
+    from tpconvert.train.saving import save as module
 
     kept = module.write_rank
 

@@ -12,11 +12,12 @@ from tests.train.test_loop import changed, run, settings
 from tests.train.test_state import alone, contents, resuming
 from tests.train.tiny import make_folder
 from tpconvert.errors import CheckpointError, ConfigError, TrainError
-from tpconvert.train import save, state, watch
 from tpconvert.train.launch import _config, going_on
 from tpconvert.train.loop import train
-from tpconvert.train.memory import GIB, Held, ways_out
-from tpconvert.train.watch import Beats
+from tpconvert.train.model.memory import GIB, Held, ways_out
+from tpconvert.train.saving import save, state
+from tpconvert.train.together import watch
+from tpconvert.train.together.watch import Beats
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow, id="20")])
@@ -121,8 +122,8 @@ def test_a_gpu_that_is_full_says_what_fills_it_and_what_to_try(tmp_path: Path, m
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
 
-    monkeypatch.setattr("tpconvert.train.model.cross_entropy", full)
-    monkeypatch.setattr("tpconvert.train.model.F.cross_entropy", full)
+    monkeypatch.setattr("tpconvert.train.model.open.cross_entropy", full)
+    monkeypatch.setattr("tpconvert.train.model.open.F.cross_entropy", full)
     with pytest.raises(TrainError) as error:
         alone(make_folder(tmp_path / "model", 1), settings(tmp_path, precision="fp32"), tmp_path / "run")
     assert error.value.message.startswith("Rank 0: cpu is out of memory (2.00 GiB more were asked for): ")

@@ -8,13 +8,13 @@ import pyarrow.parquet
 import pytest
 
 from tpconvert.errors import ConfigError
-from tpconvert.train import rows
-from tpconvert.train.config import apply_overrides, make_config
-from tpconvert.train.data_config import Data
-from tpconvert.train.objectives import Causal
-from tpconvert.train.sources import find_files
-from tpconvert.train.text import open_tokens, tokenize
-from tpconvert.train.tokenizer import ByteTokenizer, open_tokenizer
+from tpconvert.train.examples import rows
+from tpconvert.train.examples.objectives import Causal
+from tpconvert.train.examples.sources import find_files
+from tpconvert.train.examples.text import open_tokens, tokenize
+from tpconvert.train.examples.tokenizer import ByteTokenizer, open_tokenizer
+from tpconvert.train.settings.config import apply_overrides, make_config
+from tpconvert.train.settings.data import Data
 
 
 def tokens_of(tmp_path: Path, **data):

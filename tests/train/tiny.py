@@ -165,9 +165,9 @@ def train_plainly(
 
     The gradient norms are added to ``norms``.
     """
-    from tpconvert.train.data import Batches, Position, make_sequences
-    from tpconvert.train.text import open_tokens, tokenize
-    from tpconvert.train.tokenizer import ByteTokenizer
+    from tpconvert.train.data.run import Batches, Position, make_sequences
+    from tpconvert.train.examples.text import open_tokens, tokenize
+    from tpconvert.train.examples.tokenizer import ByteTokenizer
 
     training, tokenizer = config.training, ByteTokenizer()
     module = globals()[function]()[0].to(dtype).train()

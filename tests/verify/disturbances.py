@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpconvert.parallel import Mesh
-from tpconvert.parallel.collectives import joined, parts_of, summed, take
+from tpconvert.parallel.comm.collectives import joined, parts_of, summed, take
 from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Plan
 

@@ -177,7 +177,7 @@ def by_hand(tp: int, model: str = "shares") -> Plan:
 CONTIGUOUS = Layout(0, (Block(168),))
 DOWN = "core.down"
 HALVES = (Block(30), Block(30))
-PARALLEL, CLIP = "tpconvert.parallel", "tpconvert.verify.checks.clip_grad_norm_"
+PARALLEL, CLIP = "tpconvert.parallel", "tpconvert.verify.compare.checks.clip_grad_norm_"
 
 FAULTS: dict[str, Fault] = {
     # copies

@@ -7,7 +7,7 @@ from torch import nn
 from tests.parallel.test_schedule import passes_alone
 from tests.verify.frame import built, planned
 from tpconvert.parallel import Mesh
-from tpconvert.parallel.compiled import layers_of
+from tpconvert.parallel.compiled.layers import layers_of
 from tpconvert.spec.plan import Plan
 from tpconvert.verify import Result, compare_on_rank
 

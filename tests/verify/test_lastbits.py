@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 from tpconvert.verify import compare_on_rank, emulate_module
-from tpconvert.verify.lastbits import measured, widened
+from tpconvert.verify.measure.lastbits import measured, widened
 from tpconvert.verify.result import FLOAT64, Check
 
 

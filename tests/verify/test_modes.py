@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tests.hf_models import build
 from tests.zoo.frame import floats
-from tpconvert.verify.modes import Exact, loss_of, perturb, tensors_of
+from tpconvert.verify.measure.modes import Exact, loss_of, perturb, tensors_of
 
 X = floats(2, 4, 6).double()
 

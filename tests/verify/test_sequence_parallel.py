@@ -92,7 +92,7 @@ def with_slices_exchanged(mesh: Mesh, plan: str) -> Result | None:
     """Each rank takes another's slice of a sum."""
     from unittest import mock
 
-    from tpconvert.parallel import collectives
+    from tpconvert.parallel.comm import collectives
 
     def exchanged(x, dim, mesh):
         size = x.shape[dim] // mesh.degree

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tpconvert.verify.sizes import other_size
-from tpconvert.verify.values import form, largest, relative
+from tpconvert.verify.compare.sizes import other_size
+from tpconvert.verify.measure.values import form, largest, relative
 
 INF, NAN = float("inf"), float("nan")
 

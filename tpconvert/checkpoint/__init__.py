@@ -2,11 +2,11 @@
 
 from tpconvert.checkpoint.folder import NewFolder, RankFolder, check_folder, partial_path, read_manifest, read_plan
 from tpconvert.checkpoint.load import Inspection, inspect, load_rank
-from tpconvert.checkpoint.pieces import gather_pieces, same_bytes, take_pieces, unequal_replicas
 from tpconvert.checkpoint.reshard import merge, reshard, shard
 from tpconvert.checkpoint.save import carry, entries_like, finish, write_rank
-from tpconvert.checkpoint.store import Store, open_store
-from tpconvert.checkpoint.weights import (
+from tpconvert.checkpoint.tensors.pieces import gather_pieces, same_bytes, take_pieces, unequal_replicas
+from tpconvert.checkpoint.tensors.store import Store, open_store
+from tpconvert.checkpoint.tensors.weights import (
     Weights,
     file_weights,
     module_weights,

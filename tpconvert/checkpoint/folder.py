@@ -18,10 +18,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from tpconvert.checkpoint.digest import hash_file
-from tpconvert.checkpoint.header import NAMES, dtype_name
-from tpconvert.checkpoint.store import inside
-from tpconvert.checkpoint.tensorfile import TensorFile, full_disk
+from tpconvert.checkpoint.files.digest import hash_file
+from tpconvert.checkpoint.files.header import NAMES, dtype_name
+from tpconvert.checkpoint.files.tensorfile import TensorFile, full_disk
+from tpconvert.checkpoint.tensors.store import inside
 from tpconvert.errors import CheckpointError, PlanError
 from tpconvert.spec import manifest
 from tpconvert.spec.manifest import Manifest

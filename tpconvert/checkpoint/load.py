@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tpconvert.checkpoint.compose import compose, full
 from tpconvert.checkpoint.folder import RankFolder, check_folder, raise_fault, rank_folder, read_manifest, read_plan
-from tpconvert.checkpoint.pieces import unequal_replicas
 from tpconvert.checkpoint.reshard import check_degree, leaf_of, local_of, whole_recipe
+from tpconvert.checkpoint.tensors.compose import compose, full
+from tpconvert.checkpoint.tensors.pieces import unequal_replicas
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.manifest import Entry, Manifest
 from tpconvert.spec.plan import Plan

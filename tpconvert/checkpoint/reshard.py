@@ -17,8 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tpconvert.checkpoint.compose import Box, Leaf
-from tpconvert.checkpoint.digest import hash_file
+from tpconvert.checkpoint.files.digest import hash_file
+from tpconvert.checkpoint.files.header import dtype_name, make_header, parse_header
+from tpconvert.checkpoint.files.pipe import Progress
+from tpconvert.checkpoint.files.tensorfile import Buffers, TensorFile
 from tpconvert.checkpoint.folder import (
     EXTRA,
     EXTRA_GROUP,
@@ -32,12 +34,10 @@ from tpconvert.checkpoint.folder import (
     write_manifest,
     write_text,
 )
-from tpconvert.checkpoint.header import dtype_name, make_header, parse_header
-from tpconvert.checkpoint.pieces import first_holders
-from tpconvert.checkpoint.pipe import Progress
-from tpconvert.checkpoint.store import INDEX, inside
-from tpconvert.checkpoint.tensorfile import Buffers, TensorFile
-from tpconvert.checkpoint.weights import Weights, tie
+from tpconvert.checkpoint.tensors.compose import Box, Leaf
+from tpconvert.checkpoint.tensors.pieces import first_holders
+from tpconvert.checkpoint.tensors.store import INDEX, inside
+from tpconvert.checkpoint.tensors.weights import Weights, tie
 from tpconvert.checkpoint.write import (
     MAX_FILE,
     Target,

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tpconvert.checkpoint.compose import Box, compose_runs, part_of, run_around, split_of
-from tpconvert.checkpoint.digest import hash_file
+from tpconvert.checkpoint.files.digest import hash_file
+from tpconvert.checkpoint.files.header import Header, make_header, nbytes, sort_key
+from tpconvert.checkpoint.files.pipe import Meter, Outlet, Pipe, Progress
+from tpconvert.checkpoint.files.tensorfile import Buffers, TensorFileWriter
 from tpconvert.checkpoint.folder import write_text
-from tpconvert.checkpoint.header import Header, make_header, nbytes, sort_key
-from tpconvert.checkpoint.pipe import Meter, Outlet, Pipe, Progress
-from tpconvert.checkpoint.store import INDEX, write_index
-from tpconvert.checkpoint.tensorfile import Buffers, TensorFileWriter
+from tpconvert.checkpoint.tensors.compose import Box, compose_runs, part_of, run_around, split_of
+from tpconvert.checkpoint.tensors.store import INDEX, write_index
 from tpconvert.spec.manifest import File
 from tpconvert.spec.recipe import Recipe, Shape, takes
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tpconvert.analyze.capture import Inputs
+from tpconvert.analyze.capture.run import Inputs
 from tpconvert.errors import PlanError, VerifyError
 from tpconvert.formats.layerwise import Layers, Misfit, Style, cut_within, layers
 from tpconvert.planning.make import captured, light, make_plan

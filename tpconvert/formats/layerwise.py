@@ -14,12 +14,12 @@ from typing import Literal
 
 from torch import fx, nn
 
-from tpconvert.analyze.capture import Call, Trace
-from tpconvert.analyze.flow import Flow, Placed, involved
-from tpconvert.analyze.states import is_op
-from tpconvert.analyze.terms import Term
+from tpconvert.analyze.axes.terms import Term
+from tpconvert.analyze.capture.run import Call, Trace
+from tpconvert.analyze.flow.run import Flow, Placed, involved
+from tpconvert.analyze.flow.states import is_op
 from tpconvert.formats.dealt import Dealt, dealt, undealt
-from tpconvert.planning.training import own_ops
+from tpconvert.planning.proof.training import own_ops
 from tpconvert.spec.plan import Plan, Verdict
 
 Style = Literal[

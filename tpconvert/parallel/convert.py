@@ -12,20 +12,20 @@ from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
 from tpconvert.errors import PlanError
-from tpconvert.parallel.boundaries import add_boundaries
-from tpconvert.parallel.collectives import parts_of, take
-from tpconvert.parallel.kept import keep, refuse_converted
-from tpconvert.parallel.layers import (
+from tpconvert.parallel.calls.boundaries import add_boundaries
+from tpconvert.parallel.calls.kept import keep, refuse_converted
+from tpconvert.parallel.calls.rewrite import rewritten_forms
+from tpconvert.parallel.comm.collectives import parts_of, take
+from tpconvert.parallel.comm.mesh import Mesh
+from tpconvert.parallel.comm.random import add_switches
+from tpconvert.parallel.grads.together import sum_together
+from tpconvert.parallel.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     refuse_unsupported,
 )
-from tpconvert.parallel.mesh import Mesh
-from tpconvert.parallel.random import add_switches
-from tpconvert.parallel.reads import Read, become, chains
-from tpconvert.parallel.rewrite import rewritten_forms
-from tpconvert.parallel.together import sum_together
+from tpconvert.parallel.layers.reads import Read, become, chains
 from tpconvert.spec.layout import Layout, local_size
 from tpconvert.spec.plan import Boundary, Edit, Plan, Verdict
 from tpconvert.spec.sliced import sliced_form

@@ -8,10 +8,10 @@ from collections.abc import Set
 
 from torch import fx
 
-from tpconvert.analyze.axes import is_float
-from tpconvert.analyze.capture import Call
-from tpconvert.analyze.costs import Costs, Layer
-from tpconvert.analyze.flow import Flow
+from tpconvert.analyze.axes.run import is_float
+from tpconvert.analyze.capture.run import Call
+from tpconvert.analyze.choice.costs import Costs, Layer
+from tpconvert.analyze.flow.run import Flow
 from tpconvert.spec.plan import Plan
 
 

@@ -20,25 +20,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpconvert.analyze.axes import Axes
-from tpconvert.analyze.capture import Inputs, Trace, capture
-from tpconvert.analyze.choose import Choice, choose
-from tpconvert.analyze.copies import copied
-from tpconvert.analyze.patterns import Classifier, load_patterns
-from tpconvert.analyze.planner import Planner
-from tpconvert.analyze.rules import load_rules
-from tpconvert.analyze.shadow import Shadow, needs_shadow
-from tpconvert.analyze.terms import Term
-from tpconvert.analyze.trees import map_tensors
+from tpconvert.analyze.axes.run import Axes
+from tpconvert.analyze.axes.terms import Term
+from tpconvert.analyze.capture.run import Inputs, Trace, capture
+from tpconvert.analyze.choice.choose import Choice, choose
+from tpconvert.analyze.choice.patterns import Classifier, load_patterns
+from tpconvert.analyze.choice.planner import Planner
+from tpconvert.analyze.ops.rules import load_rules
+from tpconvert.analyze.trace.copies import copied
+from tpconvert.analyze.trace.trees import map_tensors
+from tpconvert.analyze.watch.shadow import Shadow, needs_shadow
 from tpconvert.errors import PlanError, RuleError, VerifyError
-from tpconvert.parallel.kept import refuse_converted
-from tpconvert.planning.held import NotWrittenError, hold
+from tpconvert.parallel.calls.kept import refuse_converted
 from tpconvert.planning.layers import cut_parameters, whole_layers
-from tpconvert.planning.otherwise import Otherwise
-from tpconvert.planning.proof import Fault, prove_shapes
+from tpconvert.planning.proof.held import NotWrittenError, hold
+from tpconvert.planning.proof.otherwise import Otherwise
+from tpconvert.planning.proof.shapes import Fault, prove_shapes
+from tpconvert.planning.proof.training import Training
 from tpconvert.planning.reproduce import NotHeldError
 from tpconvert.planning.slices import sliced_once, with_slices
-from tpconvert.planning.training import Training
 from tpconvert.spec.plan import Plan, Slices
 
 

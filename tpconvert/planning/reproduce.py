@@ -9,14 +9,14 @@ from pathlib import Path
 
 from torch import fx
 
-from tpconvert.analyze.axes import Axes
-from tpconvert.analyze.capture import Trace
-from tpconvert.analyze.choose import Candidate, Choice, inner_atom, shares
-from tpconvert.analyze.dealing import Deal
-from tpconvert.analyze.emulate import Emulation, emulate
-from tpconvert.analyze.flow import ConflictError, Flow, involved, trace_flow
-from tpconvert.analyze.rules import load_rules
-from tpconvert.analyze.terms import Term, blocks, leaves
+from tpconvert.analyze.axes.dealing import Deal
+from tpconvert.analyze.axes.run import Axes
+from tpconvert.analyze.axes.terms import Term, blocks, leaves
+from tpconvert.analyze.capture.run import Trace
+from tpconvert.analyze.choice.choose import Candidate, Choice, inner_atom, shares
+from tpconvert.analyze.emulate.run import Emulation, emulate
+from tpconvert.analyze.flow.run import ConflictError, Flow, involved, trace_flow
+from tpconvert.analyze.ops.rules import load_rules
 from tpconvert.errors import VerifyError
 from tpconvert.spec.layout import Layout
 from tpconvert.spec.plan import Axis, Plan

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpconvert.analyze.axes import Axes
-from tpconvert.analyze.terms import Term, find, leaves
-from tpconvert.analyze.trees import map_tensors
+from tpconvert.analyze.axes.run import Axes
+from tpconvert.analyze.axes.terms import Term, find, leaves
+from tpconvert.analyze.trace.trees import map_tensors
 
 LONGER = 3
 """How many entries are added; odd, so that what is even becomes odd."""

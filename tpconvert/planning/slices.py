@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tpconvert.analyze.capture import Inputs, Trace
-from tpconvert.analyze.choose import Choice
-from tpconvert.analyze.planner import Planner
-from tpconvert.analyze.slicing import slice_flow
-from tpconvert.analyze.trees import map_tensors, tensor_slots
-from tpconvert.planning.proof import prove_shapes
+from tpconvert.analyze.capture.run import Inputs, Trace
+from tpconvert.analyze.choice.choose import Choice
+from tpconvert.analyze.choice.planner import Planner
+from tpconvert.analyze.slices.slicing import slice_flow
+from tpconvert.analyze.trace.trees import map_tensors, tensor_slots
+from tpconvert.planning.proof.shapes import prove_shapes
 from tpconvert.spec.plan import Plan, Slices
 from tpconvert.spec.sliced import with_sliced_form
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from tpconvert.errors import SourceError
-from tpconvert.source import shrink
-from tpconvert.source.anew import Anew, anew
+from tpconvert.source.build.anew import Anew, anew
 from tpconvert.source.callables import is_callable_name, open_callable
-from tpconvert.source.huggingface import open_huggingface, skeleton
+from tpconvert.source.huggingface import shrink
+from tpconvert.source.huggingface.open import open_huggingface, skeleton
 from tpconvert.source.source import Source
 
 __all__ = ["Source", "open_skeleton", "open_source", "twin"]

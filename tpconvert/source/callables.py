@@ -17,12 +17,12 @@ from torch import nn
 
 from tpconvert.errors import SourceError
 from tpconvert.source.blame import blaming
-from tpconvert.source.frugal import frugal, parameters_to_meta, real_inputs
-from tpconvert.source.initial import on_files
+from tpconvert.source.build.frugal import frugal, parameters_to_meta, real_inputs
+from tpconvert.source.build.initial import on_files
 from tpconvert.source.source import Inputs, Source
 
 if TYPE_CHECKING:
-    from tpconvert.checkpoint.weights import Weights
+    from tpconvert.checkpoint.tensors.weights import Weights
 
 Function = Callable[[], Any]
 
@@ -164,13 +164,13 @@ def _near_name(name: str, names: Any) -> str:
 
 
 def _weights(module: nn.Module, build: Callable[[], nn.Module], stored: Path | None) -> Weights:
-    from tpconvert.checkpoint.weights import file_weights, module_weights, ties_of
+    from tpconvert.checkpoint.tensors.weights import file_weights, module_weights, ties_of
 
     return file_weights(stored, tied=ties_of(module)) if stored else module_weights(build())
 
 
 def _initial(name: str, function: Function, seed: int) -> Weights:
-    from tpconvert.checkpoint.weights import module_weights
+    from tpconvert.checkpoint.tensors.weights import module_weights
 
     with on_files():
         module, _ = _called(name, function, seed)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from tpconvert.checkpoint.weights import Weights
+    from tpconvert.checkpoint.tensors.weights import Weights
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tpconvert.errors import ConfigError, TPConvertError, TrainError
-from tpconvert.train.meeting import meet
-from tpconvert.train.watch import PATIENCE, Watch
+from tpconvert.train.together.meeting import meet
+from tpconvert.train.together.watch import PATIENCE, Watch
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """How often this machine has started its ranks again; another's may count otherwise."""
@@ -59,7 +59,7 @@ def main(
 
 
 def _config(path: Path, overrides: Sequence[str], resume: str | None) -> Any:
-    from tpconvert.train.config import load_config
+    from tpconvert.train.settings.config import load_config
 
     if resume and "=" in resume:  # --resume without a value, before an override
         overrides, resume = [resume, *overrides], "auto"
@@ -68,7 +68,7 @@ def _config(path: Path, overrides: Sequence[str], resume: str | None) -> Any:
 
 def going_on(config: Any, output: Path) -> Any:
     """The configuration of a run that torchrun has started again: what it left is what to go on from."""
-    from tpconvert.train.state import complete_steps
+    from tpconvert.train.saving.state import complete_steps
 
     if not complete_steps(output):
         return config
@@ -112,8 +112,8 @@ def _run(
 
     from tpconvert.parallel import make_mesh
     from tpconvert.train.loop import train
-    from tpconvert.train.ranks import gathered, together
-    from tpconvert.train.state import claim
+    from tpconvert.train.saving.state import claim
+    from tpconvert.train.together.ranks import gathered, together
 
     store, (rank, world, parent) = place
     watch = Watch(store.clone(), rank, world, parent)

@@ -19,16 +19,14 @@ from torch import Tensor
 from tpconvert.checkpoint import read_manifest, read_plan
 from tpconvert.errors import ConfigError, TrainError
 from tpconvert.parallel import Mesh, clip_grad_norm_
-from tpconvert.parallel.clip import grad_norm
-from tpconvert.train import data, state
-from tpconvert.train.config import Config, accumulation
-from tpconvert.train.data import Micro
-from tpconvert.train.evaluate import evaluate
-from tpconvert.train.flops import Work, device_peak, model_flops
-from tpconvert.train.fp8 import check_fp8, use_fp8
-from tpconvert.train.memory import out_of_memory, peak
-from tpconvert.train.metrics import Metrics
-from tpconvert.train.model import (
+from tpconvert.parallel.grads.clip import grad_norm
+from tpconvert.train.data import run as data
+from tpconvert.train.data.own import function_of
+from tpconvert.train.data.run import Micro
+from tpconvert.train.model.flops import Work, device_peak, model_flops
+from tpconvert.train.model.fp8 import check_fp8, use_fp8
+from tpconvert.train.model.memory import out_of_memory, peak
+from tpconvert.train.model.open import (
     Model,
     OwnCall,
     build,
@@ -41,15 +39,18 @@ from tpconvert.train.model import (
     speed_up,
     told_of_packing,
 )
-from tpconvert.train.optimizer import learning_rate, make_optimizer, set_learning_rate
-from tpconvert.train.own import function_of
-from tpconvert.train.profile import Watch
-from tpconvert.train.ranks import gathered, same_buffers, sum_gradients, summed_over_dp, together, totals
-from tpconvert.train.recorded import MicroStep, check_device, micro_step
-from tpconvert.train.saves import Saves, find_best, is_due
-from tpconvert.train.scaling import Scale, first_scale
-from tpconvert.train.shards import share_out
-from tpconvert.train.state import Progress, Run
+from tpconvert.train.model.shards import share_out
+from tpconvert.train.saving import state
+from tpconvert.train.saving.saves import Saves, find_best, is_due
+from tpconvert.train.saving.state import Progress, Run
+from tpconvert.train.settings.config import Config, accumulation
+from tpconvert.train.shown.metrics import Metrics
+from tpconvert.train.shown.profile import Watch
+from tpconvert.train.steps.evaluate import evaluate
+from tpconvert.train.steps.optimizer import learning_rate, make_optimizer, set_learning_rate
+from tpconvert.train.steps.recorded import MicroStep, check_device, micro_step
+from tpconvert.train.steps.scaling import Scale, first_scale
+from tpconvert.train.together.ranks import gathered, same_buffers, sum_gradients, summed_over_dp, together, totals
 
 
 def train(

@@ -34,8 +34,8 @@ from tpconvert.errors import NotRunError, TPConvertError, VerifyError
 from tpconvert.parallel import make_mesh
 from tpconvert.source.blame import blaming
 from tpconvert.spec.plan import Plan
-from tpconvert.verify.checks import compare_on_rank
-from tpconvert.verify.dtypes import PRECISIONS
+from tpconvert.verify.compare.checks import compare_on_rank
+from tpconvert.verify.measure.dtypes import PRECISIONS
 from tpconvert.verify.result import Result
 
 LIMIT = timedelta(minutes=30)

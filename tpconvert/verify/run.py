@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import nn
 
 from tpconvert.checkpoint import load_rank, read_manifest
-from tpconvert.checkpoint.pieces import same_bytes, take_pieces
+from tpconvert.checkpoint.tensors.pieces import same_bytes, take_pieces
 from tpconvert.errors import NotRunError, VerifyError
 from tpconvert.planning.make import eval_mode
 from tpconvert.source import Source
 from tpconvert.spec.plan import Plan
 from tpconvert.spec.sliced import sliced_form
-from tpconvert.verify.asked import compare_asked
-from tpconvert.verify.dtypes import dtype_of, precision
-from tpconvert.verify.lastbits import measured
-from tpconvert.verify.lockstep import Lockstep
-from tpconvert.verify.modes import Exact, perturb
+from tpconvert.verify.compare.asked import compare_asked
+from tpconvert.verify.compare.lockstep import Lockstep
+from tpconvert.verify.measure.dtypes import dtype_of, precision
+from tpconvert.verify.measure.lastbits import measured
+from tpconvert.verify.measure.modes import Exact, perturb
 from tpconvert.verify.ranks import LIMIT, How, Work, start_ranks
 from tpconvert.verify.result import BYTES, Check, Result
 

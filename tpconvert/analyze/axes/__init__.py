@@ -1,0 +1,1 @@
+"""Which dims of which tensors are the same axis, and how an axis is dealt to ranks."""

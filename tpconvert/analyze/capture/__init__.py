@@ -1,0 +1,1 @@
+"""A forward run once and written down, op by op."""

@@ -1,0 +1,116 @@
+"""Run a module's own forward once and write down every torch-level op as an ``fx.Graph``.
+
+Tensor identity gives the edges, so any Python control flow works.  Module hooks give the module tree: which call
+of which module an op belongs to, and which values went in and came out.  In-place ops give their target, and every
+live tensor on the same storage, a new version.
+
+Each node carries in ``meta``:
+
+=========  =======================================================================================
+``op``     the op's torch-level name: ``linear``, ``view``, ``__getitem__``, ``add_``
+``val``    what it returned: a tensor, or a tuple or list of them
+``call``   the :class:`Call` whose own forward ran it
+``grad``   whether its value takes part in differentiation
+``value``  a copy of the value, when captured with ``values=True``
+=========  =======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from tpconvert.analyze.capture.recorder import Inputs, Recorder, is_inplace, mutated_alias
+from tpconvert.analyze.trace.call import Call, Trace
+from tpconvert.analyze.trace.draws import settled
+from tpconvert.analyze.trace.entering import has_floats
+from tpconvert.analyze.trace.provenance import remembering
+from tpconvert.analyze.watch.running import descending_into_functionals
+from tpconvert.analyze.watch.state import kept, watching
+from tpconvert.errors import SourceError
+
+__all__ = [
+    "Call",
+    "Inputs",
+    "Recorder",
+    "Trace",
+    "capture",
+    "descending_into_functionals",
+    "is_inplace",
+    "mutated_alias",
+]
+
+
+def capture(
+    module: nn.Module,
+    inputs: Inputs,
+    *,
+    values: bool = False,
+    shadow: Any = None,
+    rules: Any = None,
+    drawn: float | None = None,
+) -> Trace:
+    """Record ``module(**inputs)`` (or ``module(*inputs)``) and return its trace.
+
+    ``values`` keeps a copy of every op's result.  ``shadow`` answers value questions on meta tensors
+    (:class:`tpconvert.analyze.watch.shadow.Shadow`).  ``rules`` say which custom autograd functions are one op, the
+    shipped ones unless given.  Floating inputs take part in differentiation: a whole model gives them a gradient.
+    Random numbers come from a fixed state; a single one that the forward draws from [0, 1) is ``drawn`` if given.
+    Raises SourceError, with the failing line of the module's own code, where the forward fails.
+    """
+    from tpconvert.analyze.ops.rules import load_rules
+
+    rules = load_rules() if rules is None else rules
+    try:
+        with settled(drawn):
+            return _captured(module, inputs, Recorder(module, values, shadow, rules, True), drawn)
+    except SourceError:
+        if not has_floats(inputs):
+            raise
+        # a forward that does to its inputs what cannot be differentiated has no gradients of them
+        with settled(drawn):
+            return _captured(module, inputs, Recorder(module, values, shadow, rules, False), drawn)
+
+
+def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder, drawn: float | None) -> Trace:
+    formulas = recorder.formulas
+    with (
+        remembering(module, formulas) as owners,
+        watching(module, recorder.stack, recorder.calls),
+        _all_floats_need_grad(module),
+    ):
+        output = recorder.run(inputs)
+    outputs = dict(recorder.slots(output))
+    recorder.graph.output(tuple(outputs.values()))
+    return Trace(
+        module,
+        recorder.graph,
+        recorder.parameters,
+        recorder.names,
+        recorder.calls,
+        outputs,
+        owners,
+        formulas,
+        recorder.notes,
+        recorder.read,
+        recorder.computed(kept(module)),
+        recorder.by_data,
+        recorder.rules,
+        drawn,
+    )
+
+
+@contextmanager
+def _all_floats_need_grad(module: nn.Module) -> Iterator[None]:
+    """Differentiate through every parameter while capturing: a frozen one may be unfrozen later."""
+    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
+    for p in frozen:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)

@@ -1,0 +1,1 @@
+"""Which axes are cut, what they are called, and the plan that says so."""

@@ -1,0 +1,1 @@
+"""What a choice of axes makes of every value, forward and backward, and the collectives that follow."""

@@ -1,0 +1,1 @@
+"""What ops do to the dims of their operands: rules as data, and as functions."""

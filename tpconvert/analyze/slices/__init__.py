@@ -1,0 +1,1 @@
+"""Sequence parallelism: which values between cut regions may be slices of the tokens."""

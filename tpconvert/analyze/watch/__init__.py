@@ -1,0 +1,1 @@
+"""What recording has to see besides torch functions: hooks, state, gradients, code below them."""

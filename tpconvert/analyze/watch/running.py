@@ -1,0 +1,96 @@
+"""What surrounds a forward while it is recorded."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tpconvert.analyze.trace.call import Call
+from tpconvert.errors import SourceError
+
+
+def runs_in(function: Any) -> bool:
+    """Whether a call of ``function`` is on the stack, a few frames up."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_code is function.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def descending_into_functionals() -> Iterator[None]:
+    """Record what Python-level functionals do inside, instead of the functional as one op.
+
+    They ask ``has_torch_function`` first and hand themselves over whole when a mode is active; for the duration
+    that question is answered no.  Builtins do not ask in Python and are recorded as ever.
+    """
+    names = [
+        n for n in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic") if hasattr(F, n)
+    ]
+    saved = {n: getattr(F, n) for n in names}
+    for n in names:
+        setattr(F, n, _no)
+    try:
+        yield
+    finally:
+        for n, function in saved.items():
+            setattr(F, n, function)
+
+
+@contextmanager
+def seeing_casts(stack: list[Call]) -> Iterator[None]:
+    """Tell the call under way that its own forward turns autocast on or off, or asks whether it is on.
+
+    Under another autocast than the one it is recorded under, it would do something else from there on.
+    """
+    enter, ask = torch.autocast.__enter__, torch.is_autocast_enabled
+
+    def entering(self: torch.autocast) -> Any:
+        if stack:
+            stack[-1].casts = True
+        return enter(self)
+
+    def asking(*args: Any) -> bool:
+        if stack and sys._getframe(1).f_globals.get("__name__", "").split(".")[0] != "torch":
+            stack[-1].casts = True  # torch's own layers ask too, on their fast paths
+        return ask(*args)
+
+    torch.autocast.__enter__ = entering  # type: ignore[method-assign]
+    torch.is_autocast_enabled = asking
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        torch.is_autocast_enabled = ask
+
+
+def _no(*args: Any) -> bool:
+    return False
+
+
+def forward_failed(module: nn.Module, error: Exception) -> SourceError:
+    """Name the deepest line that belongs to neither torch nor this package."""
+    where = ""
+    tb: types.TracebackType | None = error.__traceback__
+    while tb is not None:
+        code = tb.tb_frame.f_code
+        package = tb.tb_frame.f_globals.get("__name__", "").split(".")[0]
+        if package not in ("torch", "tpconvert", "contextlib"):
+            where = f"{code.co_filename}:{tb.tb_lineno} in {code.co_name}: "
+        tb = tb.tb_next
+    text = " ".join(str(error).split()) or "no message"
+    return SourceError(
+        f"{type(module).__name__}'s forward failed while tracing: {where}{type(error).__name__}: {text}",
+        hint="Check the example inputs.",
+    )

@@ -1,0 +1,1 @@
+"""Files of tensors: headers, bytes, hashes, and folders elsewhere."""

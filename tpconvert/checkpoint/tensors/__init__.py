@@ -1,0 +1,1 @@
+"""Tensors by name: read lazily, made of others, taken in parts."""

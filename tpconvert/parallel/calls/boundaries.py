@@ -1,0 +1,210 @@
+"""The collectives at module inputs and outputs, as forward hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from tpconvert.errors import PlanError
+from tpconvert.parallel.calls.slots import Slot, input_slots, output_slots, replaced_input, replaced_output
+from tpconvert.parallel.comm.collectives import (
+    Parts,
+    copy,
+    copy_own,
+    copy_span,
+    gather,
+    gather_slices,
+    once,
+    parts_of,
+    reduce,
+    reduce_scatter,
+    scatter,
+    scatter_slices,
+    single,
+)
+from tpconvert.parallel.comm.mesh import Mesh
+from tpconvert.parallel.layers.products import gathered_from
+from tpconvert.parallel.layers.reads import become
+from tpconvert.spec.plan import Boundary
+
+SLICES: dict[str, Callable[[Tensor, Any, Mesh], Tensor]] = {
+    "all_gather": gathered_from,
+    "reduce_scatter": reduce_scatter,
+    "gather": gather_slices,
+    "scatter": scatter_slices,
+}
+"""Of a tensor, a dim and a mesh."""
+
+TERMS: dict[str, Callable[[Tensor, Mesh], Tensor]] = {"reduce": reduce, "once": once, "single": single}
+"""Of a tensor and a mesh."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A boundary with what its collective needs."""
+
+    boundary: Boundary
+    mesh: Mesh
+    parts: Parts | None
+    slots: tuple[Slot, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The tensor on the other side."""
+        kind, span = self.boundary.kind, self.boundary.span
+        if kind == "copy":
+            if span is not None:
+                return copy_span(x, self.boundary.dim, span, self.mesh)
+            return copy_own(x, self.mesh) if self.boundary.side == "output" else copy(x, self.mesh)
+        if kind in TERMS:
+            return TERMS[kind](x, self.mesh)
+        if self.parts is None:
+            return SLICES[kind](x, self.boundary.dim, self.mesh)
+        return gather(x, self.parts, self.mesh) if kind == "gather" else scatter(x, self.parts, self.mesh)
+
+
+@dataclass(eq=False)
+class Calls:
+    """How often each module was called in the root's current forward, as far as collectives differ between calls."""
+
+    planned: dict[str, int] = field(default_factory=dict)
+    """How often each was called when it was planned; 1 where that is not known."""
+    counts: dict[str, int] = field(default_factory=dict)
+    running: bool = False
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Hook: the root's forward begins."""
+        self.counts.clear()
+        self.running = True
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook: the root's forward is over.  Another number of calls may have got the collectives of others."""
+        self.running = False
+        if output is None:  # the forward failed, and its own error counts
+            return
+        for path, planned in self.planned.items():
+            made = self.counts.get(path, 0)
+            if made and planned > 1 and made != planned:
+                raise PlanError(
+                    f"{path} was planned with {planned} calls in one forward and different collectives in them; "
+                    f"this forward made {made}.",
+                    hint=f"Plan again with inputs for which it makes {made}, or with --set '{path}=whole'.",
+                )
+
+
+@dataclass(eq=False)
+class Selection:
+    """Which crossings belong to the current call of one module."""
+
+    path: str
+    crossings: tuple[Crossing, ...]
+    calls: Calls
+    index: int = 0
+
+    def count(self, module: nn.Module, args: Any) -> None:
+        """Hook: one more call.  A call outside the root's forward is a recomputation (activation checkpointing)."""
+        seen = self.calls.counts.get(self.path, 0)
+        if self.calls.running:
+            self.index, self.calls.counts[self.path] = seen, seen + 1
+            return
+        calls = max(seen, self.calls.planned[self.path])
+        if any(self.at(i) != self.at(0) for i in range(1, calls)):
+            raise PlanError(
+                f"{self.path} is called {calls} times in one forward, with different collectives, "
+                "so a call outside the forward cannot be placed.",
+                hint="Do not use activation checkpointing around it.",
+            )
+        self.index = 0
+
+    def at(self, index: int) -> list[tuple[Any, ...]]:
+        """What the crossings of one call do."""
+        chosen = (c.boundary for c in self.crossings if c.boundary.call in (-1, index))
+        return [(b.kind, b.side, b.slots, b.dim, b.blocks, b.span) for b in chosen]
+
+    def now(self, crossings: tuple[Crossing, ...]) -> list[Crossing]:
+        """Those of ``crossings`` that belong to the current call."""
+        return [c for c in crossings if c.boundary.call in (-1, self.index)]
+
+
+@dataclass(eq=False)
+class AtInput:
+    """Hook: the collectives at a module's input."""
+
+    selection: Selection
+    crossings: tuple[Crossing, ...]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The arguments with each crossing made."""
+        for crossing in self.selection.now(self.crossings):
+            args, kwargs = replaced_input(args, kwargs, crossing.slots, crossing)
+        return args, kwargs
+
+
+@dataclass(eq=False)
+class AtOutput:
+    """Hook: the collectives at a module's output."""
+
+    selection: Selection
+    crossings: tuple[Crossing, ...]
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The output with each crossing made."""
+        for crossing in self.selection.now(self.crossings):
+            output = replaced_output(output, crossing.slots, crossing)
+        return output
+
+
+@dataclass(eq=False)
+class Direct:
+    """Forward of a root with boundaries: asked for by itself, it is a call, since the collectives are hooks of that."""
+
+    inner: Callable[..., Any] | None
+    """The forward that the plan gives the root, where it gives one."""
+    called: bool = False
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Hook: a call begins."""
+        self.called = True
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the root returns."""
+        if not self.called:
+            return module(*args, **kwargs)
+        self.called = False
+        if self.inner is not None:
+            return self.inner(module, args, kwargs)
+        return module._tp_base.forward(module, *args, **kwargs)
+
+
+def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) -> None:
+    """Hook each boundary to its module: inside the user's output hooks, after the user's input hooks."""
+    of_module: dict[str, list[Crossing]] = {}
+    for b in boundaries:
+        parts = parts_of(b.dim, b.blocks, mesh) if b.blocks else None
+        where = b.module or "the root module"
+        slots = (
+            input_slots(root.get_submodule(b.module), b.slots, where)
+            if b.side == "input"
+            else output_slots(b.slots, where)
+        )
+        of_module.setdefault(b.module, []).append(Crossing(b, mesh, parts, slots))
+    calls = Calls()
+    for path, crossings in of_module.items():
+        module = root.get_submodule(path)
+        selection = Selection(path, tuple(crossings), calls)
+        if numbered := [c.boundary.calls for c in crossings if c.boundary.call >= 0]:
+            calls.planned[path] = max(numbered)
+            module.register_forward_pre_hook(selection.count)
+        if at_input := tuple(c for c in crossings if c.boundary.side == "input"):
+            module.register_forward_pre_hook(AtInput(selection, at_input), with_kwargs=True)
+        if at_output := tuple(c for c in crossings if c.boundary.side == "output"):
+            module.register_forward_hook(AtOutput(selection, at_output), prepend=True)
+    if "" in of_module:
+        direct = Direct(vars(root).get("_tp_forward"))
+        become(root, forward=direct)
+        root.register_forward_pre_hook(direct.enter)
+    if calls.planned:
+        root.register_forward_pre_hook(calls.begin, prepend=True)
+        root.register_forward_hook(calls.end, always_call=True)

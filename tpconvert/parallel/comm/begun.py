@@ -1,0 +1,41 @@
+"""Collectives of eager code that run while something else is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tpconvert.parallel.comm.collectives import copies, joined_slices
+from tpconvert.parallel.comm.mesh import Mesh
+
+
+def begin_sum(x: Tensor, mesh: Mesh) -> Callable[[], object]:
+    """Begin to turn ``x`` into its sum over tp ranks, in place; call what is returned before it is used."""
+    if copies(x, mesh):
+        sent = mesh.peers.send(x, "sum")
+        return partial(mesh.peers.receive, sent, x)
+    return dist.all_reduce(x, group=mesh.group, async_op=True).wait
+
+
+def begin_join(x: Tensor, dim: int, mesh: Mesh) -> Callable[[], Tensor]:
+    """Begin joined_slices, of eager code; what is returned gives the tensor, once it is there."""
+    if mesh.group is None:
+        return lambda: joined_slices(x, dim, mesh)
+    row, out = x.contiguous().unsqueeze(0), x.new_empty([mesh.degree, *x.shape])
+    wait: Callable[[], object]
+    if copies(x, mesh):
+        sent = mesh.peers.send(row, "gather")
+        wait = partial(mesh.peers.receive, sent, out)
+    else:
+        run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+        wait = run(out, row, mesh.group, async_op=True).wait
+
+    def end() -> Tensor:
+        wait()
+        shape = [n * (mesh.degree if i == dim else 1) for i, n in enumerate(x.shape)]
+        return out.movedim(0, dim).reshape(shape).contiguous()
+
+    return end

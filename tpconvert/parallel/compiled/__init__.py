@@ -1,0 +1,1 @@
+"""Compiled layers and recorded steps, and what runs beside what in them."""

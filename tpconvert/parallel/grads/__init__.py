@@ -1,0 +1,1 @@
+"""Gradients whose terms lie on several ranks: summed, and their norm."""

@@ -1,0 +1,1 @@
+"""Layers over parts of parameters, the products in them, and the loss over a cut vocabulary."""

@@ -1,0 +1,187 @@
+"""Parallel layers: real ``nn.Linear`` and ``nn.Embedding`` subclasses whose parameters are a rank's part.
+
+Shapes: B any leading dims, I in, O out, V words; ``_r`` a rank's part::
+
+    column   y_BO_r = x_BI   @ W_O_rI^T + b_O_r                 the output is cut
+    row      y_BO   = sum over ranks (x_BI_r @ W_OI_r^T) + b_O  the input is cut
+    vocab    y_BI   = sum over ranks (W_V_rI[ids], 0 where another rank holds the word)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpconvert.errors import PlanError
+from tpconvert.parallel.comm.collectives import Parts, reduce
+from tpconvert.parallel.comm.mesh import Mesh
+from tpconvert.parallel.layers.products import gathered_product, reduced_product, was_gathered
+
+LEAST = 256
+"""Tokens of a wave at least: fewer are computed no faster, and summed no faster."""
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer that computes this rank's part of its output features."""
+
+    tp_whole: tuple[int, int]
+    tp_mesh: Mesh
+    product = staticmethod(F.linear)
+    """How the input meets the weight; training in float8 sets another."""
+
+    def become(self, whole: tuple[int, int], mesh: Mesh) -> None:
+        """Take on the sizes of the part that ``weight`` now is."""
+        self.tp_whole, self.tp_mesh = whole, mesh
+        self.out_features = self._parameters["weight"].shape[0]
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        """This rank's features; of an input that was gathered from slices, a backward keeps the slice only."""
+        if self.product is not F.linear:
+            return self.product(x_BI, self.weight, self.bias)
+        if not (was_gathered(x_BI) and self._parameters["weight"].requires_grad):
+            return super().forward(x_BI)
+        weight_OI, bias_O = self.weight, self.bias
+        if torch.is_autocast_enabled(x_BI.device.type):
+            dtype = torch.get_autocast_dtype(x_BI.device.type)
+            weight_OI, bias_O = weight_OI.to(dtype), None if bias_O is None else bias_O.to(dtype)
+        return gathered_product(x_BI, weight_OI, bias_O)
+
+    def extra_repr(self) -> str:
+        """The local sizes, then the whole weight's shape and the degree."""
+        return f"{super().extra_repr()}, whole={self.tp_whole}, tp={self.tp_mesh.degree}"
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer over this rank's part of its input features; the output is summed, then gets the bias once.
+
+    Where ``tp_sums`` is false the output is left a term of the sum, which is made further on.  With more ``tp_waves``
+    than one, one wave of tokens is summed while the next is computed.  None is one, but two in compiled layers where
+    what is summed is copied between GPUs.
+    """
+
+    tp_whole: tuple[int, int]
+    tp_mesh: Mesh
+    tp_sums: bool
+    tp_waves: int | None
+    tp_hides = False
+    """Whether a compiler lets a sum run beside what is computed after it is begun."""
+    product = staticmethod(F.linear)
+    """How the input meets the weight; training in float8 sets another."""
+
+    def become(self, whole: tuple[int, int], mesh: Mesh, sums: bool, waves: int | None) -> None:
+        """Take on the sizes of the part that ``weight`` now is."""
+        self.tp_whole, self.tp_mesh, self.tp_sums, self.tp_waves = whole, mesh, sums, waves
+        self.in_features = self._parameters["weight"].shape[1]
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        """The sum over ranks, plus the bias."""
+        if not self.tp_sums:
+            return self.product(x_BI, self.weight, self.bias)
+        y_BO = self._summed(x_BI, self.weight)
+        bias_O = self._parameters["bias"]  # after the sum it counts on every rank, so not as others read it
+        return y_BO if bias_O is None else y_BO + bias_O.to(y_BO.dtype)
+
+    def _summed(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
+        tokens = math.prod(x_BI.shape[:-1])
+        other = self.product is not F.linear or self.tp_mesh.dry
+        waves = self.tp_waves or self._waves(tokens, x_BI)
+        if other or waves == 1 or tokens < waves * LEAST:
+            return reduce(self.product(x_BI, weight_OI), self.tp_mesh)
+        if torch.is_autocast_enabled(x_BI.device.type):
+            dtype = torch.get_autocast_dtype(x_BI.device.type)
+            x_BI, weight_OI = x_BI.to(dtype), weight_OI.to(dtype)
+        y_NO = reduced_product(x_BI.reshape(tokens, -1), weight_OI, waves, self.tp_mesh)
+        return y_NO.view(*x_BI.shape[:-1], len(weight_OI))
+
+    def _waves(self, tokens: int, x_BI: Tensor) -> int:
+        peers = self.tp_mesh.peers
+        if peers is None or not self.tp_hides or tokens < 2 * LEAST:
+            return 1
+        return 2 if tokens * self.out_features * x_BI.element_size() >= 2 * peers.least else 1
+
+    def extra_repr(self) -> str:
+        """The local sizes, then the whole weight's shape and the degree."""
+        return f"{super().extra_repr()}, whole={self.tp_whole}, tp={self.tp_mesh.degree}"
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding that holds this rank's words; ``padding_idx`` stays the number of the whole vocabulary.
+
+    Where ``tp_sums`` is false the output is left a term of the sum, which is made further on.
+    """
+
+    tp_whole: tuple[int, int]
+    tp_mesh: Mesh
+    tp_parts: Parts
+    tp_sums: bool
+
+    def become(self, whole: tuple[int, int], mesh: Mesh, sums: bool, parts: Parts) -> None:
+        """Take on the sizes of the part that ``weight`` now is."""
+        self.tp_whole, self.tp_mesh, self.tp_sums, self.tp_parts = whole, mesh, sums, parts
+        self.num_embeddings = self._parameters["weight"].shape[0]
+
+    def forward(self, ids_B: Tensor) -> Tensor:
+        """The words' rows, each from the rank that holds it."""
+        y_BI = lookup(ids_B, self.weight, self.tp_parts, self.padding_idx)
+        return reduce(y_BI, self.tp_mesh) if self.tp_sums else y_BI
+
+    def extra_repr(self) -> str:
+        """The local sizes, then the whole weight's shape and the degree."""
+        return f"{super().extra_repr()}, whole={self.tp_whole}, tp={self.tp_mesh.degree}"
+
+
+def lookup(ids_B: Tensor, weight_VI: Tensor, parts: Parts, padding_idx: int | None = None) -> Tensor:
+    """The rows of ``weight_VI`` (a rank's part) for ``ids_B``, zeros for words that other ranks hold.
+
+    An id outside the whole vocabulary is an index error, as it is with the whole weight.
+    """
+    if not parts.pieces:
+        return weight_VI.new_zeros((*ids_B.shape, weight_VI.shape[1]))
+    rows_B, held_B = local_rows(ids_B, parts)
+    padding = None if padding_idx is None else _local_row(padding_idx % parts.size, parts)
+    y_BI = F.embedding(rows_B, weight_VI, padding_idx=padding)
+    return y_BI.masked_fill(~held_B.unsqueeze(-1), 0)
+
+
+def local_rows(ids_B: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
+    """``(row in the rank's part, whether the rank holds it)``.
+
+    The row is 0 where the rank does not hold it, and one past the end where nobody does.
+    """
+    rows_B = torch.where((ids_B < 0) | (ids_B >= parts.size), sum(stop - start for start, stop in parts.pieces), 0)
+    rows_B = rows_B.to(ids_B.dtype)
+    held_B = torch.zeros_like(ids_B, dtype=torch.bool)
+    at = 0
+    for start, stop in parts.pieces:
+        inside_B = (ids_B >= start) & (ids_B < stop)
+        rows_B = torch.where(inside_B, ids_B - (start - at), rows_B)
+        held_B = held_B | inside_B
+        at += stop - start
+    return rows_B, held_B
+
+
+def _local_row(index: int, parts: Parts) -> int | None:
+    at = 0
+    for start, stop in parts.pieces:
+        if start <= index < stop:
+            return at + index - start
+        at += stop - start
+    return None
+
+
+def refuse_unsupported(embedding: nn.Embedding, name: str) -> None:
+    """Raise PlanError for the options whose effect needs the whole vocabulary on one rank."""
+    options = {
+        "max_norm": embedding.max_norm,
+        "scale_grad_by_freq": embedding.scale_grad_by_freq,
+        "sparse": embedding.sparse,
+    }
+    for option, value in options.items():
+        if value:
+            raise PlanError(
+                f"{name}: an embedding with {option}={value} cannot be cut by words.",
+                hint=f"Use --set {name}.weight=whole.",
+            )

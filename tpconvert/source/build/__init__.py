@@ -1,0 +1,1 @@
+"""Modules built without their weights, or with drawn ones, here and in other processes."""

@@ -1,0 +1,1 @@
+"""Example inputs for a model, found by what it documents and by running it."""

@@ -1,0 +1,1 @@
+"""Which rows, in which order, on which rank, in which batches."""

@@ -1,0 +1,1 @@
+"""The configuration: one YAML file, checked before anything else happens."""

@@ -1,0 +1,1 @@
+"""What a step does besides forward and backward."""

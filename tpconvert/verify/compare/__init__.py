@@ -1,0 +1,1 @@
+"""The whole model and the converted one, run side by side."""
