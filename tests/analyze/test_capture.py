@@ -341,3 +341,15 @@ def test_a_forward_that_fails_names_the_line_of_the_users_code() -> None:
 def test_a_failure_inside_torch_names_the_users_line_that_led_there() -> None:
     with pytest.raises(SourceError, match=r"test_capture\.py:\d+ in <lambda>: RuntimeError: mat1 and mat2 shapes"):
         traced(lambda self, x: self.layer(x), layer=nn.Linear(5, 4))
+
+
+def test_a_forward_that_asks_for_ranks_is_noted_once() -> None:
+    def contrast(self: Runs, x: Tensor) -> Tensor:
+        for _ in range(2):
+            if torch.distributed.is_initialized():
+                x = x / torch.distributed.get_world_size()
+        return self.norm(x)
+
+    (note,) = traced(contrast, norm=nn.BatchNorm1d(4)).notes
+    assert note.startswith("the model: its forward asks torch.distributed for ranks, of which those of tp are no other")
+    assert not traced(lambda self, x: self.norm(x), norm=nn.SyncBatchNorm(4)).notes

@@ -13,7 +13,8 @@ from tests.parallel.same import columns, plan_of, rows, train_alike
 from tpconvert.errors import PlanError
 from tpconvert.parallel import dry_mesh, parallelize
 from tpconvert.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from tpconvert.spec.plan import Boundary
+from tpconvert.planning import make_plan
+from tpconvert.spec.plan import Boundary, Plan
 
 REDUCE = Boundary("reduce", "down", "output", ("",))
 
@@ -125,3 +126,42 @@ def test_an_embedding_with_a_lookup_of_its_own_is_refused():
     model = Net(nn.Linear, OwnEmbedding)
     with pytest.raises(PlanError, match=re.escape("words: OwnEmbedding looks words up in code of its own")):
         parallelize(model, net_plan(model, 2), dry_mesh(0, 2))
+
+
+class Normed(nn.Module):
+    """Channels that a batch norm is over; ``kind`` is one over all ranks, or over this one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Conv1d(5, 8, 3), kind(8), nn.Conv1d(8, 5, 3)
+
+    def forward(self, x):
+        return self.down(F.relu(self.norm(self.up(x))))
+
+
+def trained(module, x):
+    """What a step in training gives and leaves behind."""
+    y = module.train()(x)
+    y.square().sum().backward()
+    return y.detach(), module.down.bias.grad, module.norm
+
+
+def normed(mesh, planned):
+    x = torch.randn(4, 5, 9, generator=torch.Generator().manual_seed(1))
+    whole, _, norm = trained(Normed(nn.BatchNorm1d), x)
+    local = parallelize(Normed(nn.SyncBatchNorm), Plan.loads(planned), mesh)
+    copied = copy.deepcopy(local)
+    found, _, mine = trained(local, x)
+    again, _, _ = trained(copied, x)
+    part = slice(4 * mesh.rank, 4 * mesh.rank + 4)
+    torch.testing.assert_close(mine.running_var, norm.running_var[part])
+    torch.testing.assert_close(mine.weight.grad, norm.weight.grad[part])
+    return [float((y - whole).abs().max()) for y in (found, again)]
+
+
+def test_a_batch_norm_over_ranks_is_over_those_of_data_alone(run_ranks):
+    plan = make_plan(Normed(nn.SyncBatchNorm), {"x": torch.randn(4, 5, 9)}, tp=2)
+    assert plan["norm.weight"].layout.cut
+    for errors in run_ranks(normed, 2, plan.dumps()):
+        assert max(errors) < 1e-5

@@ -21,6 +21,7 @@ from tpconvert.parallel.comm.random import add_switches
 from tpconvert.parallel.grads.together import sum_together
 from tpconvert.parallel.layers.linear import (
     ColumnParallelLinear,
+    DataSyncBatchNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
     refuse_unsupported,
@@ -69,6 +70,10 @@ def parallelize(
         left_out = output_gathers(plan)
         boundaries = [b for b in boundaries if b not in left_out]
     boundaries = swap_classes(module, plan, boundaries, mesh, summed, waves)
+    for part in module.modules():
+        if isinstance(part, nn.SyncBatchNorm) and part.process_group is None and not mesh.dry:
+            become(part, DataSyncBatchNorm)
+            part.become(mesh)
     graphs: dict[str, GraphModule] = {}
     for path in dict.fromkeys(rewrite.module for rewrite in plan.rewrites):
         forms = [rewrite for rewrite in plan.rewrites if rewrite.module == path]

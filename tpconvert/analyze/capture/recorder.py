@@ -18,7 +18,13 @@ from tpconvert.analyze.trace.provenance import Expression, Formulas, Int, dims_r
 from tpconvert.analyze.trace.trees import Held, constant_slots, fresh, is_plain, tensor_slots, tensors_in
 from tpconvert.analyze.watch.gradients import is_foreign, mark_differentiable, showing_functions, watch, watches
 from tpconvert.analyze.watch.hooks import sees_inputs, sees_outputs, standing_inside
-from tpconvert.analyze.watch.running import descending_into_functionals, forward_failed, runs_in, seeing_casts
+from tpconvert.analyze.watch.running import (
+    descending_into_functionals,
+    forward_failed,
+    runs_in,
+    seeing_casts,
+    seeing_ranks,
+)
 from tpconvert.analyze.watch.shadow import QUESTIONS
 from tpconvert.analyze.watch.state import parameters_of, stand_ins
 from tpconvert.analyze.watch.unseen import Below, storage_of, transforming
@@ -98,6 +104,7 @@ class Recorder(TorchFunctionMode):
             stack.enter_context(self.following_calls())
             stack.enter_context(descending_into_functionals())
             stack.enter_context(seeing_casts(self.stack))
+            stack.enter_context(seeing_ranks(self.stack, self.notes))
             if self.shadow is not None:
                 stack.enter_context(self.shadow.active(self))
             stack.enter_context(torch.enable_grad())

@@ -75,6 +75,34 @@ def seeing_casts(stack: list[Call]) -> Iterator[None]:
         torch.is_autocast_enabled = ask
 
 
+_ASKED = ", of which those of tp are no other data; what it exchanges with them is not planned, so verify on ranks"
+
+
+@contextmanager
+def seeing_ranks(stack: list[Call], notes: list[str]) -> Iterator[None]:
+    """Note the modules whose own forward asks ``torch.distributed`` for ranks: it would take those of tp for data's."""
+    names = ("is_initialized", "get_world_size", "get_rank")
+    saved = {name: getattr(torch.distributed, name) for name in names if hasattr(torch.distributed, name)}
+
+    def noting(ask: Any) -> Any:
+        def asking(*args: Any, **kwargs: Any) -> Any:
+            by = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
+            if stack and by not in ("torch", "tpconvert"):
+                note = f"{stack[-1].module or 'the model'}: its forward asks torch.distributed for ranks{_ASKED}"
+                notes.extend([note] if note not in notes else [])
+            return ask(*args, **kwargs)
+
+        return asking
+
+    for name, ask in saved.items():
+        setattr(torch.distributed, name, noting(ask))
+    try:
+        yield
+    finally:
+        for name, ask in saved.items():
+            setattr(torch.distributed, name, ask)
+
+
 def _no(*args: Any) -> bool:
     return False
 

@@ -10,10 +10,12 @@ Shapes: B any leading dims, I in, O out, V words; ``_r`` a rank's part::
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from tpconvert.errors import PlanError
 from tpconvert.parallel.comm.collectives import Parts, reduce
@@ -131,6 +133,27 @@ class VocabParallelEmbedding(nn.Embedding):
     def extra_repr(self) -> str:
         """The local sizes, then the whole weight's shape and the degree."""
         return f"{super().extra_repr()}, whole={self.tp_whole}, tp={self.tp_mesh.degree}"
+
+
+class DataSyncBatchNorm(nn.SyncBatchNorm):
+    """A batch norm over the batches of all dp ranks: tp ranks have the same batch, and of a cut one other channels."""
+
+    tp_mesh: Mesh
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks that hold the same channels; torch would take all there are."""
+        return self.tp_mesh.dp_group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The norm; over this rank's batch where it has all the data."""
+        if self.tp_mesh.dp_group is None:
+            return _BatchNorm.forward(self, input)
+        return super().forward(input)
+
+    def become(self, mesh: Mesh) -> None:
+        """Take on the mesh."""
+        self.tp_mesh = mesh
 
 
 def lookup(ids_B: Tensor, weight_VI: Tensor, parts: Parts, padding_idx: int | None = None) -> Tensor:
