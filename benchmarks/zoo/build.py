@@ -50,7 +50,7 @@ SIDES = (128, 64)
 SMALLER = (4, 16)
 """What the sides of images are divided by, once more, where a model that runs is not light."""
 TWIN_SECONDS, SMALL_SECONDS = 8, 24
-"""How long a twin may take, and how long all other attempts with one class."""
+"""How long a twin may take, and all other attempts with one class; no other class is begun after that much."""
 
 
 class NotBuiltError(Exception):
@@ -97,8 +97,10 @@ def build(model_type: str) -> Built:
     kinds = {name: getattr(transformers, name, None) for name in names}
     names.sort(key=lambda name: _own(kinds[name], config) is not config)
     best: tuple[int, float, Built] | None = None
+    began = time.process_time()
     for name in names[:CLASSES]:
-        if best is not None and best[1] > NEARLY_ALL:
+        left = SMALL_SECONDS - int(time.process_time() - began)
+        if best is not None and (best[1] > NEARLY_ALL or left <= 0):
             break
         kind = kinds[name]
         if kind is None:
@@ -107,7 +109,7 @@ def build(model_type: str) -> Built:
         make = partial(_from_config, kind, trust=False)
         for way, seconds in ((_by_small, SMALL_SECONDS), (_by_twin, TWIN_SECONDS)):
             try:
-                with limit(seconds):
+                with limit(seconds if best is None else min(seconds, left)):
                     built = way(model_type, make, _own(kind, config))
                     here = (*reached(built.module, built.inputs), built)
                     best = here if best is None else max(best, here, key=lambda one: one[0])
