@@ -177,7 +177,8 @@ def by_hand(tp: int, model: str = "shares") -> Plan:
 CONTIGUOUS = Layout(0, (Block(168),))
 DOWN = "core.down"
 HALVES = (Block(30), Block(30))
-PARALLEL, CLIP = "tpconvert.parallel", "tpconvert.verify.compare.checks.clip_grad_norm_"
+LINEAR, SCATTER = "tpconvert.parallel.layers.linear", "tpconvert.parallel.calls.boundaries.scatter"
+CLIP = "tpconvert.verify.compare.checks.clip_grad_norm_"
 
 FAULTS: dict[str, Fault] = {
     # copies
@@ -209,7 +210,7 @@ FAULTS: dict[str, Fault] = {
     "a reduce dropped in a rewritten forward": Fault("inline", rewritten("reduce", identity)),
     "the embedding's reduce dropped": Fault("vocab_odd", disturb=attribute("embed", tp_sums=False)),
     "a convolution's reduce dropped": Fault("conv_mixer", drop("reduce", "mix")),
-    "a reduce that sums its gradient too": Fault("gated_mlp", patch=(f"{PARALLEL}.layers.linear.reduce", Summing.apply)),
+    "a reduce that sums its gradient too": Fault("gated_mlp", patch=(f"{LINEAR}.reduce", Summing.apply)),
     # biases of rows
     "a row bias added tp times": Fault("gated_mlp_bias", verdict("core.down.bias", once=False)),
     "a row bias's gradient divided": Fault("gated_mlp_bias", disturb=scaled_gradient("core.down.bias")),
@@ -252,7 +253,7 @@ FAULTS: dict[str, Fault] = {
     "sum_grad where it must not be": Fault("gated_mlp", verdict("norm.weight", sum_grad=True)),
     "gradients of a shared key head not summed": Fault("gqa_few", verdict("core.k.weight", sum_grad=False), tp=4),
     "gradients of a shared value's bias not summed": Fault("gqa_few", verdict("core.v.bias", sum_grad=False), tp=4),
-    "scatter backward without joining": Fault("shares", patch=(f"{PARALLEL}.calls.boundaries.scatter", Unjoined.apply)),
+    "scatter backward without joining": Fault("shares", patch=(SCATTER, Unjoined.apply)),
     "gradients divided by tp": Fault("gated_mlp", disturb=scaled_gradient()),
     "a parameter frozen by mistake": Fault(
         "gated_mlp", disturb=lambda module, mesh: module.norm.bias.requires_grad_(False)
