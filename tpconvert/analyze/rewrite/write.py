@@ -157,7 +157,7 @@ class _Writer:
     def plain(self, node: fx.Node, number: int) -> None:
         args, kwargs = self.arguments(node, number)
         target = target_name(node)
-        if node in self.ax.splits and is_local(self.flow, node):
+        if node in self.ax.splits and is_local(self.flow, node) and self.is_dealt(node):
             dim = self.ax.splits[node]
             sizes = [self.local(d[dim], d[dim].n) for d in self.ax.dims[node]]
             target, args, kwargs = "torch.Tensor.split", [args[0], sizes], {"dim": dim}
@@ -167,6 +167,11 @@ class _Writer:
         if node.meta["op"] == "__setitem__":
             name = self.name(node.args[0])  # type: ignore[arg-type]
         self.names[node] = name
+
+    def is_dealt(self, node: fx.Node) -> bool:
+        """Whether a split is along a cut dim: along another, such as the sequence, its sizes are those it was given."""
+        dim = self.ax.splits[node]
+        return any(leaves(dims[dim]) & self.flow.cut_atoms for dims in self.ax.dims[node])
 
     def scaled(self, name: str, node: fx.Node) -> str:
         """A mean over this rank's entries as this rank's term of the mean over all."""
