@@ -12,6 +12,7 @@ from torch import nn
 from tests.parallel.same import columns, plan_of, rows, train_alike
 from tpconvert.errors import PlanError
 from tpconvert.parallel import dry_mesh, parallelize
+from tpconvert.parallel.calls.boundaries import AtOutput
 from tpconvert.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Boundary, Plan
@@ -165,3 +166,27 @@ def test_a_batch_norm_over_ranks_is_over_those_of_data_alone(run_ranks):
     assert plan["norm.weight"].layout.cut
     for errors in run_ranks(normed, 2, plan.dumps()):
         assert max(errors) < 1e-5
+
+
+class Twice(nn.Module):
+    """A layer called with values of three dims, and of four."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(6, 8)
+
+    def forward(self, x):
+        return self.part(x), self.part(x[None])
+
+
+def test_what_a_call_returns_is_put_together_before_it_is_copied_for_all_calls():
+    whole = Twice()
+    gathers = [
+        Boundary("gather", "part", "output", ("",), call=i, calls=2, dim=2 + i, blocks=rows(8).blocks) for i in (0, 1)
+    ]
+    copy_ = Boundary("copy", "part", "output", ("",), calls=2)
+    plan = plan_of(whole, 2, {"part.weight": rows(8), "part.bias": rows(8)}, boundaries=(gathers[0], copy_, gathers[1]))
+    local = parallelize(whole, plan, dry_mesh(0, 2, device="cpu"))
+    (hook,) = (h for h in local.part._forward_hooks.values() if isinstance(h, AtOutput))
+    assert [c.boundary.kind for c in hook.crossings] == ["gather", "gather", "copy"]
+    assert [y.shape for y in local(torch.randn(2, 3, 6))] == [(2, 3, 8), (1, 2, 3, 8)]

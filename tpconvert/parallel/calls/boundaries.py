@@ -178,6 +178,11 @@ class Direct:
         return module._tp_base.forward(module, *args, **kwargs)
 
 
+def _made_whole_first(crossing: Crossing) -> int:
+    """What a module returns is put together, then copied, then taken in slices, whichever calls each is for."""
+    return {"copy": 1, "all_gather": 1, "scatter": 2}.get(crossing.boundary.kind, 0)
+
+
 def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) -> None:
     """Hook each boundary to its module: inside the user's output hooks, after the user's input hooks."""
     of_module: dict[str, list[Crossing]] = {}
@@ -199,7 +204,7 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) 
             module.register_forward_pre_hook(selection.count)
         if at_input := tuple(c for c in crossings if c.boundary.side == "input"):
             module.register_forward_pre_hook(AtInput(selection, at_input), with_kwargs=True)
-        if at_output := tuple(c for c in crossings if c.boundary.side == "output"):
+        if at_output := tuple(sorted((c for c in crossings if c.boundary.side == "output"), key=_made_whole_first)):
             module.register_forward_hook(AtOutput(selection, at_output), prepend=True)
     if "" in of_module:
         direct = Direct(vars(root).get("_tp_forward"))
