@@ -353,3 +353,8 @@ def test_a_forward_that_asks_for_ranks_is_noted_once() -> None:
     (note,) = traced(contrast, norm=nn.BatchNorm1d(4)).notes
     assert note.startswith("the model: its forward asks torch.distributed for ranks, of which those of tp are no other")
     assert not traced(lambda self, x: self.norm(x), norm=nn.SyncBatchNorm(4)).notes
+
+
+def test_a_forward_that_takes_a_seed_from_the_machine_is_noted() -> None:
+    (note,) = traced(lambda self, x: x + 0 * torch.seed() % 2).notes
+    assert note.startswith("the model: its forward takes seeds from the machine (torch.seed), so ranks draw other")

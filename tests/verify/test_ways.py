@@ -69,25 +69,22 @@ def test_a_twin_has_neither_folder_nor_plan(llama, folder):
     assert result.exit_code == 2 and "--twin verifies a smaller model" in result.stderr
 
 
+def under_torchrun(ranks: int) -> subprocess.CompletedProcess[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    verify = ["-c", "from tpconvert.cli import main; main()", "verify", name_of("mlp"), "--tp", "2"]
+    command = [sys.executable, *torchrun, "--no-python", sys.executable, *verify]
+    return subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=120)
+
+
 def test_the_ranks_of_torchrun_are_used():
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    code = "from tpconvert.cli import main; main()"
-    script = [sys.executable, *torchrun, "--no-python", sys.executable, "-c", code]
-    good = subprocess.run(
-        [*script, "verify", name_of("mlp"), "--tp", "2"], env=ENVIRONMENT, text=True, capture_output=True, timeout=120
-    )
+    good = under_torchrun(2)
     assert good.returncode == 0, good.stderr
     assert good.stdout.count("Equal: ") == 1
     assert "destroy_process_group" not in good.stderr
 
 
 def test_torchrun_with_the_wrong_number_of_ranks_says_so():
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    code = "from tpconvert.cli import main; main()"
-    script = [sys.executable, *torchrun, "--no-python", sys.executable, "-c", code]
-    done = subprocess.run(
-        [*script, "verify", name_of("mlp"), "--tp", "2"], env=ENVIRONMENT, text=True, capture_output=True, timeout=120
-    )
+    done = under_torchrun(1)
     assert done.returncode != 0
     assert "error: torchrun started 1 ranks, the plan is for tp=2. Start 2." in done.stderr
 

@@ -181,6 +181,7 @@ class Planning:
         other = self.training.other
         if other is None:
             return replace(plan, notes=(*plan.notes, f"planned in evaluation alone: {self.training.failure}"))
+        plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *other.notes))))
         if not paths or not choice.chosen:
             return plan
         try:

@@ -75,32 +75,36 @@ def seeing_casts(stack: list[Call]) -> Iterator[None]:
         torch.is_autocast_enabled = ask
 
 
-_ASKED = ", of which those of tp are no other data; what it exchanges with them is not planned, so verify on ranks"
+_RANKS = (
+    "asks torch.distributed for ranks, of which those of tp are no other data; what it exchanges with them is not "
+    "planned, so verify on ranks"
+)
+_SEEDS = "takes seeds from the machine (torch.seed), so ranks draw other numbers; seed them alike instead"
 
 
 @contextmanager
 def seeing_ranks(stack: list[Call], notes: list[str]) -> Iterator[None]:
-    """Note the modules whose own forward asks ``torch.distributed`` for ranks: it would take those of tp for data's."""
-    names = ("is_initialized", "get_world_size", "get_rank")
-    saved = {name: getattr(torch.distributed, name) for name in names if hasattr(torch.distributed, name)}
+    """Note the modules whose own forward asks for what is another thing on each rank: ranks, or a seed."""
+    names = [(torch.distributed, name) for name in ("is_initialized", "get_world_size", "get_rank")]
+    saved = [(owner, name, getattr(owner, name)) for owner, name in (*names, (torch, "seed")) if hasattr(owner, name)]
 
-    def noting(ask: Any) -> Any:
+    def noting(ask: Any, what: str) -> Any:
         def asking(*args: Any, **kwargs: Any) -> Any:
             by = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
-            if stack and by not in ("torch", "tpconvert"):
-                note = f"{stack[-1].module or 'the model'}: its forward asks torch.distributed for ranks{_ASKED}"
-                notes.extend([note] if note not in notes else [])
+            note = f"{(stack[-1].module if stack else '') or 'the model'}: its forward {what}"
+            if stack and by not in ("torch", "tpconvert") and note not in notes:
+                notes.append(note)
             return ask(*args, **kwargs)
 
         return asking
 
-    for name, ask in saved.items():
-        setattr(torch.distributed, name, noting(ask))
+    for owner, name, ask in saved:
+        setattr(owner, name, noting(ask, _SEEDS if owner is torch else _RANKS))
     try:
         yield
     finally:
-        for name, ask in saved.items():
-            setattr(torch.distributed, name, ask)
+        for owner, name, ask in saved:
+            setattr(owner, name, ask)
 
 
 def _no(*args: Any) -> bool:

@@ -85,7 +85,7 @@ def hold(
     found = draft.plan
     forms = _forms(plan, found, called, evaluation is not None)
     its = {name: reproduced.names[c.atom] for c, name in planner.names.items()}
-    told = [b for b in plan.boundaries if not unused(plan, b, other.parameters)]
+    told = heard_of(plan, other.parameters)
     have, want = ({_unnamed(b): b for b in bs if b.module in called & also} for bs in (told, found.boundaries))
     if have.keys() != want.keys():
         item = min(have.keys() ^ want.keys(), key=repr)
@@ -112,11 +112,12 @@ def hold(
     return Held(held, choice)
 
 
-def unused(plan: Plan, boundary: Boundary, used: Container[str]) -> bool:
-    """Whether a trace that used these parameters says nothing of a boundary: its axis, or its module's, is not used."""
+def heard_of(plan: Plan, used: Container[str]) -> list[Boundary]:
+    """The boundaries that a trace says something of that used these parameters: their axis, or a module's, is met."""
     idle = [a for a in plan.axes if not any(name in used for name in a.parameters)]
+    names = {a.name for a in idle}
     owners = tuple({f"{name.rpartition('.')[0]}." for a in idle for name in a.parameters})
-    return boundary.axis in {a.name for a in idle} or f"{boundary.module}.".startswith(owners)
+    return [b for b in plan.boundaries if b.axis not in names and not f"{b.module}.".startswith(owners)]
 
 
 def _forms(plan: Plan, found: Plan, called: set[str], both: bool) -> tuple[Rewrite, ...]:

@@ -14,7 +14,7 @@ from tpconvert.analyze.choice.planner import Planner
 from tpconvert.analyze.flow.run import Flow
 from tpconvert.analyze.slices.slicing import slice_flow
 from tpconvert.errors import VerifyError
-from tpconvert.planning.proof.held import AsRecorded, unused
+from tpconvert.planning.proof.held import AsRecorded, heard_of
 from tpconvert.planning.proof.training import Training
 from tpconvert.planning.reproduce import Reproduced
 from tpconvert.spec.plan import Boundary, Edit, Plan
@@ -68,7 +68,7 @@ def compare_asked(plan: Plan, graphs: Sequence[Asked]) -> Iterator[Check]:
     token, say nothing; nor do those whose axis was not used.
     """
     for graph in graphs:
-        have = [b for b in plan.boundaries if not unused(plan, b, graph.used)]
+        have = heard_of(plan, graph.used)
         yield from _compared("boundary", have, graph.boundaries, graph.called, graph.mode)
     edits = [edit for graph in graphs for edit in graph.edits]
     called = {module for graph in graphs for module in graph.called}

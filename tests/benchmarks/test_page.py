@@ -1,0 +1,54 @@
+"""The page of what was measured of each type."""
+
+import json
+
+import pytest
+
+from benchmarks.zoo.render import render
+from benchmarks.zoo.whole import reasons_of
+
+
+@pytest.mark.parametrize(("ranks", "said"), [("equal", "planned and equal"), ("not equal", "planned and NOT equal")])
+def test_the_page_counts_the_worse_of_lockstep_and_ranks(tmp_path, ranks, said):
+    line = {"type": "t", "class": "T", "outcome": "equal", "parameters": 7, "cut": 1.0, "matrices_cut": 0.5}
+    line |= {
+        "linear_cut": 0.25,
+        "linear_cut_reached": 0.5,
+        "linear_never": ["spoken.weight"],
+        "worst": [["op", "x", "eval", 1e-15]],
+        "rewrites": [],
+        "notes": [],
+        "way_back": "identical",
+    }
+    line |= {"ranks": {"outcome": ranks, "why": "x"}, "torch": "2", "transformers": "5", "date": "2026-01-01"}
+    line |= {"theirs": {"same": 3, "other": 1, "whole": 0}, "degrees": {"3": {"outcome": "equal"}}}
+    line |= {"export": {"outcome": "agrees"}, "whole": [["whole: dim 0: norm (in a.b.*); dim 1: norm", 2, "w [3]"]]}
+    (tmp_path / "run.jsonl").write_text(json.dumps(line) + "\n")
+    render(tmp_path / "run.jsonl", tmp_path / "docs", ["t", "u"])
+    page = (tmp_path / "docs/coverage.md").read_text()
+    assert f"| {said} | 1 |" in page
+    assert "| 100.0 | 25.0 | 50.0 | 3/4 |" in page
+    assert "- **t** `spoken.weight`" in page
+    assert "of those that the inputs reach |  | mean 50.0 %" in page
+    assert "75.0 % of 4 weights in 1 types, 1 along the other dim, 0 whole" in page
+    assert "| norm | 2 | 1 | w [3] of t |" in page
+    assert "1 more types were not measured in this run." in page
+    assert json.loads((tmp_path / "docs/coverage.jsonl").read_text())["type"] == "t"
+
+
+def test_the_page_names_no_places_of_a_machine(tmp_path):
+    allocation = (
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    )
+    why = f"SourceError: /opt/x/site-packages/transformers/m.py:1: {allocation}allocate 7 bytes. Error code 12 (Cannot)"
+    line = {"type": "t", "class": "T", "outcome": "refused", "why": why, "torch": "2", "transformers": "5", "date": "1"}
+    (tmp_path / "run.jsonl").write_text(json.dumps(line) + "\n")
+    render(tmp_path / "run.jsonl", tmp_path)
+    page = (tmp_path / "coverage.md").read_text()
+    assert "- **t** SourceError: transformers/m.py:1: out of memory" in page
+    assert "| the check did not end | 1 |" in page
+
+
+def test_reasons_are_counted_without_the_places_where_they_arose():
+    text = "whole: dim 0: layer_norm takes its statistics (in h.*.ln (2)); dim 1: h.3.mlp: a reduce (x) has no place"
+    assert reasons_of(text) == ["layer_norm takes its statistics", "a reduce (x) has no place"]
