@@ -88,7 +88,7 @@ def run(types: list[str], out: Path, *, ranks: bool, again: bool, degrees: tuple
     out.parent.mkdir(parents=True, exist_ok=True)
     held = set() if again else {line["type"] for line in lines(out)}
     todo = [t for t in types or model_types() if t not in held]
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "commit": commit()}
     pool = None
     if ranks:
         from tests.ranks import Pool
@@ -106,6 +106,12 @@ def run(types: list[str], out: Path, *, ranks: bool, again: bool, degrees: tuple
             print(f"{i + 1}/{len(todo)} {name}: {found['outcome']} {found.get('why', '')[:160]}", flush=True)
     if pool:
         pool.close()
+
+
+def commit() -> str:
+    """The commit that is measured, with a ``+`` where files differ from it; empty outside of a clone."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=8", "--dirty=+"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

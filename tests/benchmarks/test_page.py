@@ -36,6 +36,16 @@ def test_the_page_counts_the_worse_of_lockstep_and_ranks(tmp_path, ranks, said):
     assert json.loads((tmp_path / "docs/coverage.jsonl").read_text())["type"] == "t"
 
 
+def test_the_page_says_which_code_the_lines_are_of(tmp_path):
+    line = {"class": "T", "outcome": "refused", "why": "x", "torch": "2", "transformers": "5", "date": "1"}
+    lines = [line | {"type": "a", "commit": "12ab"}, line | {"type": "b", "commit": "12ab"}, line | {"type": "c"}]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    render(tmp_path / "run.jsonl", tmp_path)
+    page = (tmp_path / "coverage.md").read_text()
+    assert "Commits that were measured, with their types: 12ab (2), older ones (1)." in page
+    assert json.loads((tmp_path / "coverage.jsonl").read_text().splitlines()[0])["commit"] == "12ab"
+
+
 def test_the_page_names_no_places_of_a_machine(tmp_path):
     allocation = (
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
