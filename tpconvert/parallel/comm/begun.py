@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tpconvert.parallel.comm.collectives import copies, joined_slices
 from tpconvert.parallel.comm.mesh import Mesh
+from tpconvert.parallel.comm.peers import gather_into
 
 
 def begin_sum(x: Tensor, mesh: Mesh) -> Callable[[], object]:
@@ -30,8 +31,7 @@ def begin_join(x: Tensor, dim: int, mesh: Mesh) -> Callable[[], Tensor]:
         sent = mesh.peers.send(row, "gather")
         wait = partial(mesh.peers.receive, sent, out)
     else:
-        run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-        wait = run(out, row, mesh.group, async_op=True).wait
+        wait = gather_into(out, row, mesh.group, async_op=True).wait
 
     def end() -> Tensor:
         wait()

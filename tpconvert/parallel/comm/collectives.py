@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tpconvert.errors import PlanError
 from tpconvert.parallel.comm.mesh import Mesh, Ranks
+from tpconvert.parallel.comm.peers import gather_into, scatter_into
 from tpconvert.spec.layout import Block, Layout, Piece
 
 Rows = tuple[tuple[Ranks, tuple[Piece, ...]], ...]
@@ -357,8 +358,7 @@ def _all_gather(x: Tensor, mesh: Mesh, shape: Sequence[int] | None = None) -> Te
     if copies(x, mesh):
         mesh.peers.receive(mesh.peers.send(x, "gather"), out.view(joined))
     else:
-        run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-        run(out.view(joined), x, mesh.group)
+        gather_into(out.view(joined), x, mesh.group)
     return out
 
 
@@ -371,8 +371,7 @@ def _reduce_scatter(x: Tensor, mesh: Mesh) -> Tensor:
     if copies(x, mesh):
         mesh.peers.receive(mesh.peers.send(x, "scatter"), out.unsqueeze(0))
     else:
-        run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name before torch 2.13
-        run(out.unsqueeze(0), x, group=mesh.group)
+        scatter_into(out.unsqueeze(0), x, mesh.group)
     return out
 
 

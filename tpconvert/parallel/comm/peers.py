@@ -193,11 +193,9 @@ class Peers:
         if kind == "sum":
             work = dist.all_reduce(out, group=self.group, async_op=True)
         elif kind in ("gather", "cross"):
-            run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-            work = run(out, x, self.group, async_op=True)
+            work = gather_into(out, x, self.group, async_op=True)
         else:
-            run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            work = run(out, x, group=self.group, async_op=True)
+            work = scatter_into(out, x, self.group, async_op=True)
         return Sent(x, kind, done=work, out=out)
 
     # -- as ops of a graph -----------------------------------------------------------------------------------
@@ -259,6 +257,21 @@ def connect(group: dist.ProcessGroup, device: torch.device, least: int = LEAST) 
     if told := next((w for w in said if w), None):
         raise PlanError(told)
     return Peers(group, device, least)
+
+
+# torch 2.13 has new names for these two; the older ones warn there
+
+
+def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> Any:
+    """Let the library of the group gather the ranks' ``x`` along dim 0 of ``out``."""
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return run(out, x, group, async_op)
+
+
+def scatter_into(out: Tensor, x: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> Any:
+    """Let the library of the group give this rank its part along dim 0 of the sum of the ranks' ``x``."""
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return run(out, x, group=group, async_op=async_op)
 
 
 def _machine() -> tuple[str, str]:
