@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from tests.analyze.test_flow import cut
 from tests.equal import difference
 from tests.zoo.frame import Framed, floats, seeded
 from tpconvert.analyze.capture.run import capture
-from tpconvert.analyze.watch.hooks import sees_inputs
+from tpconvert.analyze.watch.hooks import sees_inputs, sees_outputs
 from tpconvert.parallel import dry_mesh, parallelize
 from tpconvert.planning import make_plan
 
@@ -58,7 +61,7 @@ def hooked(name: str) -> nn.Module:
 
 
 def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    return hooked(name), {"x": floats(3, 7, 22)}
+    return backbone() if name == "backbone" else (hooked(name), {"x": floats(3, 7, 22)})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,3 +101,58 @@ def test_what_hooks_do_is_the_callers_and_they_see_it_once() -> None:
     seen.clear()
     parallelize(module, plan, dry_mesh(0, 2))(floats(3, 7, 22))
     assert len(seen) == 1
+
+
+LIBRARY = """
+from torch import nn
+
+class Layer(nn.Linear):
+    pass
+
+def looks(module, args, output):
+    return args[0]
+"""
+
+
+@pytest.mark.parametrize("place", ["purelib", "elsewhere"])
+def test_hooks_that_the_installed_library_of_a_class_put_there_are_its_own(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hooking_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {place: str(tmp_path)})
+    library = __import__("hooking_library")
+    monkeypatch.setitem(sys.modules, "hooking_library", library)
+    theirs, users = library.Layer(2, 2), library.Layer(2, 2)
+    theirs.register_forward_hook(library.looks)
+    users.register_forward_hook(squashed_with_inputs)
+    assert (sees_inputs(theirs), sees_outputs(theirs)) == ((False, False) if place == "purelib" else (True, True))
+    assert sees_inputs(users)
+    assert sees_outputs(users)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_a_tool_of_torch_at_a_layer_of_torch_is_of_whoever_built_it() -> None:
+    assert sees_inputs(torch.nn.utils.weight_norm(nn.Linear(2, 2)))
+
+
+def backbone() -> tuple[nn.Module, dict[str, Tensor]]:
+    """One whose forward hangs hooks at its attention, which would keep what it returns if that were asked for."""
+    from transformers import VitPoseBackbone, VitPoseBackboneConfig
+
+    config = VitPoseBackboneConfig(
+        image_size=[16, 16], patch_size=[8, 8], hidden_size=24, num_hidden_layers=1, num_attention_heads=4
+    )
+    module = seeded(lambda: VitPoseBackbone(config))
+    inputs = {"pixel_values": floats(2, 3, 16, 16)}
+    module(**inputs)
+    return module, inputs
+
+
+def test_hooks_that_a_forward_hangs_at_its_own_layers_keep_nothing_whole(run_ranks: Callable[..., list[Any]]) -> None:
+    module, inputs = backbone()
+    attention = next(m for n, m in module.named_modules() if n.endswith("attention.attention"))
+    assert attention._forward_hooks
+    plan = make_plan(module, inputs, tp=2)
+    assert {n.rpartition("attention.")[2] for n in cut(plan)} >= {"query.weight", "key.weight", "value.weight"}
+    assert run_ranks(difference, 2, __name__, plan.dumps(), "backbone")[0] is None

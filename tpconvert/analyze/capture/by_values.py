@@ -1,11 +1,15 @@
-"""Which values have a shape that hangs on other values."""
+"""Which values have a shape that hangs on other values, and which values hang on nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Set
 from typing import Any
 
+import torch
 from torch import fx
+
+from tpconvert.analyze.trace.draws import is_random
+from tpconvert.analyze.trace.provenance import Int, dims_read
 
 DATA_SHAPED = frozenset(["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"])
 """Ops whose result has a shape that hangs on values."""
@@ -17,6 +21,28 @@ WRITES = frozenset(
 
 SIZED = frozenset(["arange", "empty", "full", "ones", "rand", "randn", "zeros"])
 """Ops that make a tensor of a size that may be given as a tensor."""
+
+WRITTEN = frozenset(["tensor", "as_tensor", "scalar_tensor", "full", "ones", "zeros", "arange", "linspace", "eye"])
+"""Ops that make a tensor of numbers alone."""
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether a value is made of the numbers in a forward alone: a question about it has one answer for all calls."""
+    pending, seen = [node], {node}
+    while pending:
+        made = pending.pop()
+        op, operands = made.meta["op"], made.all_input_nodes
+        if made.op != "call_function" or is_random(op) or (not operands and op not in WRITTEN) or _is_sized(made):
+            return False
+        pending += [n for n in operands if n not in seen]
+        seen.update(operands)
+    return True
+
+
+def _is_sized(node: fx.Node) -> bool:
+    """Whether an op is given a size of a tensor, which is another one for other inputs."""
+    leaves = torch.utils._pytree.tree_leaves((node.args, dict(node.kwargs)))
+    return any(isinstance(n, Int) and dims_read(n.expression) for n in leaves)
 
 
 def holds_tensor(tree: Any) -> bool:

@@ -11,13 +11,14 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from tpconvert.analyze.capture.by_values import shaped_by_values
+from tpconvert.analyze.capture.by_values import is_written, shaped_by_values
+from tpconvert.analyze.capture.parts import SPREADS, spread
 from tpconvert.analyze.trace.call import Call
 from tpconvert.analyze.trace.entering import Entered
 from tpconvert.analyze.trace.provenance import Expression, Formulas, Int, dims_read
 from tpconvert.analyze.trace.trees import Held, constant_slots, fresh, is_plain, tensor_slots, tensors_in
 from tpconvert.analyze.watch.gradients import is_foreign, mark_differentiable, showing_functions, watch, watches
-from tpconvert.analyze.watch.hooks import sees_inputs, sees_outputs, standing_inside
+from tpconvert.analyze.watch.hooks import hooked, sees_inputs, sees_outputs, standing_inside
 from tpconvert.analyze.watch.running import (
     descending_into_functionals,
     forward_failed,
@@ -139,7 +140,7 @@ class Recorder(TorchFunctionMode):
             call.arguments = (self.map(args), self.map(kwargs))
             call.stand_ins = [self.node_for(t) for t in stand_ins(module, self.own)]
             call.grad = torch.is_grad_enabled()
-            call.hooked = module in seen_in | seen_out
+            call.hooked = hooked(module)
             if module in seen_in:
                 self.read |= set(call.inputs.values())
             self.calls.append(call)
@@ -210,8 +211,10 @@ class Recorder(TorchFunctionMode):
     def seen(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run and record an op."""
         if name in QUESTIONS and self.stack:
-            self.stack[-1].asked = self.stack[-1].asked or name
-            self.read |= {self.node_for(t) for t in tensors_in((args, kwargs))}
+            asked = {self.node_for(t) for t in tensors_in((args, kwargs))}
+            if not all(map(is_written, asked)):
+                self.stack[-1].asked = self.stack[-1].asked or name
+            self.read |= asked
         if name in EXPORTS or (name == "__set__" and func.__self__.__name__ == "data"):
             self.read |= {self.node_for(t) for t in tensors_in((args, kwargs))}
         if name in ("__len__", "numel", "nelement") and self.stack:
@@ -224,6 +227,10 @@ class Recorder(TorchFunctionMode):
             return args[0].dtype
         if name in CONCRETE and self.shadow is None:
             return func(*args, **kwargs)
+        if name in SPREADS:
+            with self:
+                if (parts := spread(name, *args, **kwargs)) is not None:
+                    return parts
         if self.values and is_inplace(name, kwargs):
             self.map((tuple(args), kwargs))  # a buffer met here first has the value it had before
         out = self.shadow.execute(self, func, name, args, kwargs) if self.shadow is not None else func(*args, **kwargs)

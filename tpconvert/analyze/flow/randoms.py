@@ -19,17 +19,9 @@ from torch import fx
 from tpconvert.analyze.axes.terms import leaves
 from tpconvert.analyze.capture.run import Call
 from tpconvert.analyze.flow.run import Flow
+from tpconvert.analyze.trace.draws import DROPS, is_random
 from tpconvert.spec.plan import Switch
 
-DROPS = {
-    "dropout": 2,
-    "alpha_dropout": 2,
-    "feature_dropout": 2,
-    "feature_alpha_dropout": 2,
-    "native_dropout": 2,
-    "rrelu": 3,
-}
-"""Ops that draw while a flag is set -> the place of the flag; they are recorded with it and without."""
 _RATES = {"scaled_dot_product_attention": (4, "dropout_p")}
 """Ops whose rate has another place and name than a dropout's."""
 
@@ -66,16 +58,6 @@ def switches(flow: Flow, training: Any) -> Random:
         else:
             out.switches |= dict.fromkeys(made)
     return out
-
-
-def is_random(op: str) -> bool:
-    """Whether torch says that an op draws numbers, under its own name or that of its in-place form."""
-    for name in (op, op.rstrip("_")):
-        packet = getattr(torch.ops.aten, name, None)
-        names = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
-        if any(torch.Tag.nondeterministic_seeded in getattr(packet, n).tags for n in names):
-            return True
-    return op.rstrip("_") in DROPS
 
 
 def _draws(flow: Flow, training: Any) -> dict[Call, list[tuple[fx.Node, bool]]]:

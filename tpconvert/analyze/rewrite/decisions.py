@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from torch import fx
 
 from tpconvert.analyze.axes.run import Axes, is_many
 from tpconvert.analyze.axes.terms import Term, find, leaves
+from tpconvert.analyze.capture.by_values import is_written
 from tpconvert.analyze.capture.run import Call
 from tpconvert.analyze.trace.provenance import dims_read
 
@@ -50,6 +51,16 @@ def questions(ax: Axes, call: Call, fixed: Set[Term]) -> list[Question]:
         stays = [i for i, t in enumerate(terms) if {find(t), *leaves(t)} & fixed]
         asked += [(operator.eq, ("dim", node, i), terms[i].n, True) for i in stays]
     return asked
+
+
+def idle(call: Call, steps: Sequence[fx.Node | Call]) -> set[fx.Node]:
+    """Ops of a forward that only a question with one answer was about: they change nothing, and nothing uses them."""
+    given = {n for step in steps if isinstance(step, Call) for n in step.inputs.values()}
+    kept, out = {*call.outputs.values(), *given}, set[fx.Node]()
+    for step in reversed(steps):
+        if isinstance(step, fx.Node) and step not in kept and is_written(step) and out.issuperset(step.users):
+            out.add(step)
+    return out
 
 
 def _is_free(ax: Axes, node: fx.Node, dim: int) -> bool:

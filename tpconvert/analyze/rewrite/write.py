@@ -18,7 +18,7 @@ from tpconvert.analyze.axes.terms import P, Term, blocks, leaves
 from tpconvert.analyze.capture.run import Call
 from tpconvert.analyze.emulate.run import is_local
 from tpconvert.analyze.flow.run import Flow, Placed
-from tpconvert.analyze.rewrite.decisions import hindrance, questions
+from tpconvert.analyze.rewrite.decisions import hindrance, idle, questions
 from tpconvert.analyze.rewrite.edits import spell
 from tpconvert.analyze.rewrite.spelling import UnsupportedError, constant, target_name
 from tpconvert.analyze.trace.provenance import Int, dims_read, evaluate, reads_shape
@@ -69,12 +69,15 @@ class _Writer:
             self.collectives(node)
         self.same()
         number = 0
-        for step in self.ax.trace.steps(self.call)[self.call]:
+        steps = self.ax.trace.steps(self.call)[self.call]
+        unused = idle(self.call, steps)
+        for step in steps:
             self.check()
             if isinstance(step, Call):
                 self.child(step)
             else:
-                self.op(step, number)
+                if step not in unused:
+                    self.op(step, number)
                 number += 1
         self.check(last=True)
         signature = dict.fromkeys(self.call.inputs, "tensor")

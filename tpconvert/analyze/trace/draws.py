@@ -19,6 +19,16 @@ SEED = 0
 ENDS = (1 - 2**-20, 2**-20)
 """Nearly the largest number drawn from [0, 1), and nearly the least: a layer is left out below a rate, or above one."""
 
+DROPS = {
+    "dropout": 2,
+    "alpha_dropout": 2,
+    "feature_dropout": 2,
+    "feature_alpha_dropout": 2,
+    "native_dropout": 2,
+    "rrelu": 3,
+}
+"""Ops that draw while a flag is set -> the place of the flag; they are recorded with it and without."""
+
 _UNIFORM = frozenset(["rand", "rand_like", "uniform_"])
 
 
@@ -55,3 +65,13 @@ def settled(value: float | None = None) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             numpy.random.set_state(states[1])
+
+
+def is_random(op: str) -> bool:
+    """Whether torch says that an op draws numbers, under its own name or that of its in-place form."""
+    for name in (op, op.rstrip("_")):
+        packet = getattr(torch.ops.aten, name, None)
+        names = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+        if any(torch.Tag.nondeterministic_seeded in getattr(packet, n).tags for n in names):
+            return True
+    return op.rstrip("_") in DROPS

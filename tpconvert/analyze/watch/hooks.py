@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dis
 import inspect
+import sys
+import sysconfig
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -34,15 +38,22 @@ def standing_inside(module: nn.Module, before: Callable[..., None], after: Calla
         yield
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether hooks that are not of this package stand at a module."""
+    return any(map(_of_user, (*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
+
+
 def sees_inputs(module: nn.Module) -> bool:
     """Whether a hook of the user's may look at what the module is given."""
-    hooks = [h for h in module._forward_hooks.values() if _of_user(h)]
-    return _last_of_user(module._forward_pre_hooks) >= 0 or any(map(_looks_at_inputs, hooks))
+    theirs = partial(_of_caller, module)
+    return any(map(theirs, module._forward_pre_hooks.values())) or any(
+        map(_looks_at_inputs, filter(theirs, module._forward_hooks.values()))
+    )
 
 
 def sees_outputs(module: nn.Module) -> bool:
     """Whether a hook of the user's may look at what the module gives."""
-    return _first_of_user(module._forward_hooks) < len(module._forward_hooks)
+    return any(_of_caller(module, hook) for hook in module._forward_hooks.values())
 
 
 def _looks_at_inputs(hook: Any) -> bool:
@@ -66,3 +77,22 @@ def _first_of_user(hooks: OrderedDict[int, Any], start: int = 0) -> int:
 def _of_user(hook: Any) -> bool:
     """Whether a hook is not of this package; a callable object is of the module of its class."""
     return not str(getattr(hook, "__module__", "")).startswith("tpconvert.")
+
+
+def _of_caller(module: nn.Module, hook: Any) -> bool:
+    """Whether a hook is of whoever uses a class.
+
+    One that the installed library of the class has put there is a part of that library's forwards: what it does with
+    values is recorded as all that forwards do, and what it would do when asked for more (every layer's attention) is
+    another path, taken or not as others are.  The tools of torch are put there by whoever builds a model of its layers.
+    """
+    package, _, _ = str(getattr(hook, "__module__", "")).partition(".")
+    own = package == type(module).__module__.partition(".")[0] != "torch" and _is_installed(package)
+    return _of_user(hook) and not own
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package lies where installed ones do, rather than with a user's own code."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    places = {Path(path).resolve() for name, path in sysconfig.get_paths().items() if name in ("purelib", "platlib")}
+    return file is not None and not places.isdisjoint(Path(file).resolve().parents)

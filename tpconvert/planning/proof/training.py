@@ -18,9 +18,8 @@ from torch import fx, nn
 from tpconvert.analyze.axes.run import Axes, tensors
 from tpconvert.analyze.axes.terms import Term, find, leaves
 from tpconvert.analyze.capture.run import Inputs, Trace, capture
-from tpconvert.analyze.flow.randoms import DROPS
 from tpconvert.analyze.trace.copies import copied
-from tpconvert.analyze.trace.draws import ENDS
+from tpconvert.analyze.trace.draws import DROPS, ENDS
 from tpconvert.analyze.trace.trees import floats_as
 from tpconvert.analyze.watch.shadow import Shadow, needs_shadow
 from tpconvert.errors import SourceError
