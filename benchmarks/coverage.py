@@ -98,7 +98,7 @@ def run(types: list[str], out: Path, *, ranks: bool, again: bool, degrees: tuple
         keep = Path(scratch) / "model.pt" if pool else None
         for i, name in enumerate(todo):
             found = apart(name, keep, degrees)
-            if pool and keep and found.get("outcome") in ("equal", "not equal") and keep.exists():
+            if pool and keep and found.get("outcome") in ("equal", "undecided", "not equal") and keep.exists():
                 found["ranks"] = on_ranks(pool, keep)
             found |= versions | {"date": time.strftime("%Y-%m-%d")}
             with out.open("ab", buffering=0) as file:  # one write, since others may append too

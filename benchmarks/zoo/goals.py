@@ -9,6 +9,7 @@ from typing import Any
 OUTCOMES = {
     "equal": "planned and equal",
     "not equal": "planned and NOT equal",
+    "undecided": "planned, and the whole model parts as far from itself with other last bits",
     "refused": "refused",
     "crashed": "the check did not end",
     "not built": "not built",
@@ -71,7 +72,9 @@ def _count(lines: list[Found], name: str) -> int:
 
 def _equal_at_two(planned: list[Found]) -> str:
     equal, unequal, rest = (_count(planned, name) for name in ("equal", "not equal", "crashed"))
-    return f"{equal} equal, **{unequal} not equal**, {rest} not compared to the end"
+    open_ones = _count(planned, "undecided")
+    beside = f", {open_ones} part as the whole model from itself with other last bits" if open_ones else ""
+    return f"{equal} equal, **{unequal} not equal**{beside}, {rest} not compared to the end"
 
 
 def _spread(lines: list[Found], key: str) -> str:

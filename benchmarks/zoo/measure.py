@@ -222,4 +222,4 @@ def of_result(result: Any) -> dict[str, Any]:
     found = {"checks": dict(kinds), "worst": worst, "bound": result.tolerance.bound, "parted": result.parted}
     if result.equal:
         return found | {"outcome": "equal"}
-    return found | {"outcome": "not equal", "why": result.verdict()}
+    return found | {"outcome": "undecided" if result.undecided else "not equal", "why": result.verdict()}

@@ -1,8 +1,10 @@
 """Images and sounds as the processors of transformers lay them out."""
 
 import pytest
+import torch
 from transformers import LlamaConfig, MllamaConfig, VibeVoiceAsrConfig
 
+from tpconvert.source.inputs.documented import random
 from tpconvert.source.inputs.processed import processed
 
 
@@ -23,3 +25,13 @@ def test_processors_lay_sounds_out_with_masks_over_them():
 
 def test_a_model_type_without_processors_has_nothing_made():
     assert list(processed(LlamaConfig())) == []
+
+
+def test_images_have_detail_of_every_size_and_small_inputs_stay_between_zero_and_one():
+    image = random(2, 3, 224, 224)
+    assert abs(image.mean()) < 0.2 and 0.8 < image.std() < 1.2
+    blocks = torch.nn.functional.avg_pool2d(image, 32)
+    assert blocks.std() > 0.4  # noise of single pixels has 0.03 left of it
+    assert len(random(2, 4801).unique()) > 4800
+    small = random(2, 13, 24)
+    assert torch.equal(small, torch.rand(2, 13, 24, generator=torch.Generator().manual_seed(0)))

@@ -36,6 +36,15 @@ def compared(mesh: Any, plan: str, by: float) -> Any:
     return None if result is None else (result.equal, max(c.error for c in result.checks), result.verdict())
 
 
+def test_what_rounding_alone_decides_is_said_to_be_undecided(run_ranks: Callable[..., list[Any]]) -> None:
+    plan = make_plan(Amplified(), ROWS, tp=2)
+    alone = emulate_module(Amplified(1e11), ROWS, plan)
+    assert alone.undecided and not alone.equal, alone.verdict()
+    assert alone.to_json()["undecided"] is True
+    verdict = run_ranks(compared, 2, plan.dumps(), 1e11)[0][2]
+    assert verdict.startswith("Not decided: ") and " by itself " in verdict
+
+
 def test_rounding_made_large_is_rounding_on_ranks_too(run_ranks: Callable[..., list[Any]]) -> None:
     plan = make_plan(Amplified(), ROWS, tp=2)
     assert plan["up.weight"].layout.cut
@@ -59,6 +68,7 @@ def test_a_bound_is_widened_by_what_was_measured(error: float, moved: float, equ
         return [Check("gradient", "w", moved, FLOAT64.bound, "eval")]
 
     (found,) = widened([Check("gradient", "w", error, FLOAT64.bound, "eval")], FLOAT64, again)
+    assert found.undecided is False  # what last bits move less far is a fault, however small
     assert found.equal is equal and bool(asked) is (error > FLOAT64.bound)
     assert [n[:10] for n in measured([found], [FLOAT64.bound])] == ["1 check is"] * (equal and error > FLOAT64.bound)
 

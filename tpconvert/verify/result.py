@@ -34,6 +34,8 @@ BFLOAT16 = Tolerance(
     floor=5e-2,
 )
 BYTES = Tolerance(0.0, "bytes: equal or not")
+MARGIN = 16.0
+"""How many times further than other last bits move a value it may be: long sums are added up in many other orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,18 @@ class Check:
     bound: float
     mode: str = ""
     """``eval``, ``train``, ``no grad``, ``other size``; or another way to call the model, ``with attention_mask``."""
+    moved: float = 0.0
+    """How far other last bits of the whole model itself move the value, where that was measured."""
 
     @property
     def equal(self) -> bool:
         """Whether it is within its bound; an error that is not a number is not."""
         return self.error <= self.bound
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it is beyond its bound, and no further than rounding alone takes it: neither proved nor disproved."""
+        return not self.equal and self.error <= MARGIN * self.moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,11 @@ class Result:
     def equal(self) -> bool:
         """Whether every check holds, and there was at least one."""
         return bool(self.checks) and all(c.equal for c in self.checks)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether every check that does not hold is beyond what can be proved of this model with these inputs."""
+        return not self.equal and bool(self.checks) and all(c.equal or c.undecided for c in self.checks)
 
     def worst(self, count: int | None = None) -> list[Check]:
         """The checks, those furthest beyond their bound first."""
@@ -89,12 +103,19 @@ class Result:
         failing = sum(not c.equal for c in self.checks)
         where = f" Values first part in {self.parted}." if self.parted else ""
         found = f"worst {bad.kind} {bad.name}, error {bad.error:.1e}, bound {bad.bound:.0e}"
+        if self.undecided:
+            return (
+                f"Not decided: {failing} of {len(self.checks)} checks ({said}) are beyond their bound, and no further "
+                f"than last bits alone take the whole model from itself; {found}, by itself {bad.moved:.1e}.{where} "
+                f"Verify with inputs that its norms have more to divide by: more examples, larger images."
+            )
         return f"Not equal: {failing} of {len(self.checks)} checks ({said}); {found}.{where}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data."""
         return {
             "equal": self.equal,
+            "undecided": self.undecided,
             "verdict": self.verdict(),
             "bound": self.tolerance.bound,
             "bound_reason": self.tolerance.reason,

@@ -18,6 +18,8 @@ from torch import Tensor
 
 BATCH, LENGTH, OTHER_LENGTH = 2, 13, 7
 """Primes, and unequal, so that no size of an input is equal to another by chance."""
+DETAIL = (1, 4, 16, 64)
+"""Sides of squares that are alike in an image, in pixels."""
 FEW = 3
 """How many there are of what has no number in the config."""
 
@@ -180,5 +182,19 @@ def square(config: Any) -> tuple[int, int]:
 
 
 def random(*shape: int) -> Tensor:
-    """Seeded numbers between zero and one."""
-    return torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    """Seeded numbers between zero and one, or those of an image or a sound where the last two dims are that large.
+
+    These have mean zero and deviation one, as processors make them, and detail of every size.  What is random from one
+    pixel to the next averages out in deep layers: their norms divide by what is left of it, and make much of rounding.
+    """
+    seeded = torch.Generator().manual_seed(0)
+    if max(shape[-2:], default=0) < 2 * DETAIL[2]:
+        return torch.rand(shape, generator=seeded)
+    sizes = [size for size in DETAIL if 2 * size <= max(shape[-2:])]
+    drawn = torch.zeros(shape)
+    for size in sizes:
+        coarse = torch.rand([*shape[:-2], *(-(-n // size) for n in shape[-2:])], generator=seeded)
+        for dim, n in list(enumerate(shape))[-2:]:
+            coarse = coarse.repeat_interleave(size, dim).narrow(dim, 0, n)
+        drawn += coarse - 0.5
+    return drawn.mul_((12 / len(sizes)) ** 0.5)

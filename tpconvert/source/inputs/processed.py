@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpconvert.source.inputs.documented import BATCH, SIDES, entry, parts, size_in, square, value_in
+from tpconvert.source.inputs.documented import BATCH, SIDES, entry, parts, random, size_in, square, value_in
 
 Given = dict[str, Any]
 LENGTHS = (4800, 32000)
@@ -58,8 +58,9 @@ def _image_processor(kind: str, config: Any) -> Iterator[Given]:
     seeing = next((part for part in parts(config) if entry(part, "patch_size") is not None), config)
     _fitted(processor, seeing, config)
     height, width = square(seeing) if _sized(config) else (_side(seeing),) * 2
-    random = torch.Generator().manual_seed(0)
-    images = [torch.randint(256, (3, height, width), dtype=torch.uint8, generator=random) for _ in range(BATCH)]
+    light = random(BATCH, 3, height, width)
+    light = (light - light.amin()) / (light.amax() - light.amin())
+    images = list((255 * light).to(torch.uint8))
     for batch in ([[image] for image in images], images):
         yield from _tried(lambda: processor(images=batch, return_tensors="pt"))  # noqa: B023
 
@@ -73,7 +74,7 @@ def _feature_extractor(kind: str, config: Any) -> Iterator[Given]:
         return
     _fitted(processor, config, config)
     for length in LENGTHS:
-        wave = torch.rand(length, generator=torch.Generator().manual_seed(0)).numpy()
+        wave = random(length).numpy()
         rate = processor.sampling_rate
         yield from _tried(lambda: processor([wave] * BATCH, sampling_rate=rate, return_tensors="pt"))  # noqa: B023
 

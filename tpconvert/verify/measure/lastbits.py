@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -10,11 +11,8 @@ from torch import nn
 
 from tpconvert.analyze.axes.run import Axes
 from tpconvert.analyze.emulate.rounding import BITS, RUNS, rounding
-from tpconvert.analyze.emulate.run import Difference, Emulation
-from tpconvert.verify.result import Check, Tolerance
-
-MARGIN = 16.0
-"""How many times further than other last bits move a value it may be: long sums are added up in many other orders."""
+from tpconvert.analyze.emulate.run import Emulation
+from tpconvert.verify.result import MARGIN, Check, Tolerance
 
 
 def checked(emulation: Emulation, ax: Axes, tolerance: Tolerance) -> tuple[list[Check], str]:
@@ -24,25 +22,21 @@ def checked(emulation: Emulation, ax: Axes, tolerance: Tolerance) -> tuple[list[
     model's own parameters and sums do to it, with a margin.  For outputs and gradients there is a limit to that.
     """
     kinds = {"op": emulation.forward, "output": emulation.outputs, "gradient": emulation.gradients}
-    bounds: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
-    apart = [(kind, d.error) for kind, found in kinds.items() for d in found if not d.error <= tolerance.bound]
-    if apart and not _hopeless(apart, tolerance):
+    where = {"op": " in {}"}
+    checks = [
+        (d, Check(kind, d.name + where.get(kind, "").format(d.module or "the model"), d.error, tolerance.bound, "eval"))
+        for kind, found in kinds.items()
+        for d in found
+    ]
+    moved: dict[tuple[str, str], float] = {}
+    if _worth_measuring([c for _, c in checks], tolerance):
         for run in rounding(ax, tolerance.floor):
             for kind, found in (("op", run.forward), ("output", run.outputs), ("gradient", run.gradients)):
                 for d in found:
-                    moved = min(MARGIN * d.error, _limit(kind, tolerance))
-                    bounds[kind][d.name] = max(bounds[kind].get(d.name, 0.0), moved)
-
-    def bound(kind: str, d: Difference) -> float:
-        return max(tolerance.bound, bounds[kind].get(d.name, 0.0))
-
-    checks = []
-    for kind, found in kinds.items():
-        where = " in {}" if kind == "op" else ""
-        checks += [
-            Check(kind, d.name + where.format(d.module or "the model"), d.error, bound(kind, d), "eval") for d in found
-        ]
-    return checks, next((d.module for d in emulation.forward if not d.error <= bound("op", d)), "")
+                    moved[kind, d.name] = max(moved.get((kind, d.name), 0.0), d.error)
+    held = [(d, _held(c, moved.get((c.kind, d.name), 0.0), tolerance)) for d, c in checks]
+    parted = next((d.module for d, c in held if c.kind == "op" and not c.equal), "")
+    return [c for _, c in held], parted
 
 
 def measured(checks: Iterable[Check], bounds: Iterable[float]) -> tuple[str, ...]:
@@ -57,14 +51,17 @@ UNLIMITED = ("op", "gradient norm", "after 2 steps")
 """What is measured.  An op's result may be rounding alone, and a step may take other last bits to another place."""
 
 
-def _limit(kind: str, tolerance: Tolerance) -> float:
-    """How wide a bound may become."""
-    return float("inf") if kind in UNLIMITED else float(tolerance.bound**0.5)
+def _held(check: Check, moved: float, tolerance: Tolerance) -> Check:
+    """The check, held to what was measured if that is wider, up to a limit."""
+    most = math.inf if check.kind in UNLIMITED else tolerance.bound**0.5
+    return replace(check, bound=max(check.bound, min(MARGIN * moved, most)), moved=moved)
 
 
-def _hopeless(apart: list[tuple[str, float]], tolerance: Tolerance) -> bool:
-    """Whether some error is beyond any bound, so that nothing is to be gained by measuring."""
-    return any(kind not in LIMITED + UNLIMITED or not error <= _limit(kind, tolerance) for kind, error in apart)
+def _worth_measuring(checks: list[Check], tolerance: Tolerance) -> bool:
+    """Whether some check exceeds its bound, and none by more than rounding may be the cause of."""
+    most = dict.fromkeys(LIMITED, tolerance.bound**0.25) | dict.fromkeys(UNLIMITED, math.inf)
+    apart = [c for c in checks if not c.equal]
+    return bool(apart) and all(c.error <= most.get(c.kind, 0.0) for c in apart)
 
 
 def widened(checks: list[Check], tolerance: Tolerance, again: Callable[[int], list[Check]]) -> list[Check]:
@@ -72,15 +69,14 @@ def widened(checks: list[Check], tolerance: Tolerance, again: Callable[[int], li
 
     ``again`` compares the whole model with itself with other last bits, drawn from a seed.
     """
-    apart = [(c.kind, c.error) for c in checks if not c.equal]
-    if not apart or _hopeless(apart, tolerance):
+    if not _worth_measuring(checks, tolerance):
         return checks
-    found: dict[tuple[str, str, str], float] = {}
+    moved: dict[tuple[str, str, str], float] = {}
     for seed in range(RUNS):
         for c in again(seed):
             key = (c.kind, c.name, c.mode)
-            found[key] = max(found.get(key, 0.0), min(MARGIN * c.error, _limit(c.kind, tolerance)))
-    return [c if c.equal else replace(c, bound=max(c.bound, found.get((c.kind, c.name, c.mode), 0.0))) for c in checks]
+            moved[key] = max(moved.get(key, 0.0), c.error)
+    return [c if c.equal else _held(c, moved.get((c.kind, c.name, c.mode), 0.0), tolerance) for c in checks]
 
 
 def nudge(module: nn.Module, seed: int) -> None:
