@@ -21,12 +21,13 @@ from benchmarks.zoo.mend import divisible, fit, lessen, mend
 from benchmarks.zoo.reach import enriched, reached
 from benchmarks.zoo.small import ATTEMPTS, Attempt, small
 from benchmarks.zoo.types import class_names
+from tpconvert.analyze.trace.copies import copied
 from tpconvert.analyze.trace.trees import tensor_slots
 from tpconvert.source import Source, twin
 from tpconvert.source.build.frugal import frugal
 from tpconvert.source.huggingface.open import _from_config, quiet
 from tpconvert.source.inputs.documented import parts
-from tpconvert.source.inputs.find import Search, media_in
+from tpconvert.source.inputs.find import Refusal, Search, media_in
 
 MANY = 12_000_000
 """Parameters above which checking takes too long."""
@@ -124,9 +125,9 @@ def build(model_type: str) -> Built:
 
 
 def _cropped(built: Built, side: int) -> Built:
-    """The same module on the corners of its images."""
+    """The same module on the corners of its images; a copy, since some keep what they make of the size of an image."""
     inputs = {n: v[..., :side, :side] if getattr(v, "ndim", 0) >= 4 else v for n, v in built.inputs.items()}
-    return _run(built.module, inputs, f"{built.by.partition(', cropped')[0]}, cropped to {side}", SLOW)
+    return _run(copied(built.module), inputs, f"{built.by.partition(', cropped')[0]}, cropped to {side}", SLOW)
 
 
 def _own(kind: Any, config: Any) -> Any:
@@ -184,13 +185,17 @@ def _by_attempt(make: Any, config: Any, attempt: Attempt, errors: list[Exception
     smaller = small(config, attempt)
     divisible(smaller)
     poorer: Built | None = None
+    mended: set[str] = set()
     for _ in range(MENDED):
         found, refusals = _at_size(make, smaller, f"small: widths / {attempt.width}, images / {attempt.image}")
         poorer = found or poorer
         if found is None:
             errors += refusals[:1]
-        if not any(_changed(smaller, error) for error in refusals):
+        fresh = [error for error in refusals if told(error) not in mended]
+        by = next((error for error in fresh if _changed(smaller, error)), None)
+        if by is None:
             break
+        mended |= set() if isinstance(by, TooLargeError) else {told(by)}  # what is said again was not helped by it
     return poorer, found is None or bool(refusals)
 
 
@@ -225,15 +230,25 @@ def _at_size(make: Any, config: Any, by: str) -> tuple[Built | None, list[Except
         if count > 3 * MANY:
             raise TooLargeError(f"{count / 1e6:.0f} M parameters", on_meta)
         module, search, inputs = _searched(make, config)
-        if any(media_in(refusal.given) - media_in(inputs) for refusal in search.refused) and fit(module, config):
+        failed = any(refusal.given is inputs for refusal in search.refused)
+        poor = any(media_in(refusal.given) - media_in(inputs) for refusal in search.refused)
+        if (failed or poor) and fit(module, config):
             module, search, inputs = _searched(make, config)
         refused = sorted(search.refused, key=lambda refusal: -refusal.reached)
         if any(refusal.given is inputs for refusal in refused):
-            return None, [refusal.error for refusal in refused[:REFUSALS]]
-        richer = [refusal.error for refusal in refused if media_in(refusal.given) - media_in(inputs)]
-        return _run(module, enriched(module, search, inputs), by, SLOW), richer[:REFUSALS]
+            return None, _said(refused)
+        richer = [refusal for refusal in refused if media_in(refusal.given) - media_in(inputs)]
+        return _run(module, enriched(module, search, inputs), by, SLOW), _said(richer)
     except Exception as error:
         return None, [error]
+
+
+def _said(refused: list[Refusal]) -> list[Exception]:
+    """What was said of inputs, each once."""
+    said: dict[str, Exception] = {}
+    for refusal in refused:
+        said.setdefault(told(refusal.error), refusal.error)
+    return list(said.values())[:REFUSALS]
 
 
 def _searched(make: Any, config: Any) -> tuple[nn.Module, Search, dict[str, Any]]:

@@ -81,7 +81,8 @@ def _sections(config: Any, total: int, sizes: list[int]) -> bool:
     scaled[0] += total - sum(scaled)
     if not roped or min(scaled) < 1:
         return False
-    part = roped[0]
+    words = [part for part in roped if _count(part, "vocab_size")]
+    part = next((part for part, sections in zip(roped, held, strict=True) if sections), (words or roped)[0])
     return _set(part, "rope_parameters", part.rope_parameters | {"mrope_section": scaled})
 
 

@@ -49,6 +49,7 @@ WHY_NOT = (
         "too large, or too slow, to be built or compared",
         r"takes longer|longer than|M parameters|M numbers|out of memory",
     ),
+    ("its class has no forward", r"has no forward"),
     ("no inputs were found", r"no example is known"),
     ("its default configuration, or the inputs found, do not fit", r""),
 )

@@ -14,7 +14,7 @@ from transformers import (
     VitPoseConfig,
 )
 
-from benchmarks.zoo.build import Built, _lighter, _own
+from benchmarks.zoo.build import Built, _lighter, _own, _said
 from benchmarks.zoo.exchanged import no_dearer
 from benchmarks.zoo.facts import agreement, linear_like, way_back
 from benchmarks.zoo.mend import divisible, fit, mend
@@ -23,7 +23,7 @@ from benchmarks.zoo.reach import enriched, reached, untouched
 from benchmarks.zoo.small import ATTEMPTS, small
 from tests.hf_models import build
 from tpconvert.planning import make_plan
-from tpconvert.source.inputs.find import Search
+from tpconvert.source.inputs.find import Refusal, Search
 
 
 def test_a_backbone_with_fewer_layers_gives_out_as_many_features():
@@ -108,6 +108,22 @@ def test_rotary_sections_are_made_to_add_up():
     error = "split_with_sizes expects split_sizes to sum exactly to 16 (dimension -1), but got split_sizes=[16, 24, 24]"
     assert mend(config, RuntimeError(error))
     assert config.rope_parameters["mrope_section"] == [4, 6, 6]
+
+
+def test_rotary_sections_are_those_of_the_words():
+    config = Qwen2VLConfig()
+    config.vision_config.rope_parameters = {"rope_type": "axial"}
+    config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    config.vocab_size = None
+    error = "split_with_sizes expects split_sizes to sum exactly to 16 (dimension -1), but got split_sizes=[16, 24, 24]"
+    assert mend(config, RuntimeError(error))
+    assert config.text_config.rope_parameters["mrope_section"] == [4, 6, 6]
+
+
+def test_what_is_said_of_many_inputs_counts_once():
+    texts = ["width", "width", "length", "width"]
+    refused = [Refusal({"x": i}, ValueError(text), 4 - i) for i, text in enumerate(texts)]
+    assert _said(refused) == [refused[0].error, refused[2].error]
 
 
 def test_heads_are_made_to_divide_the_width():
@@ -295,14 +311,15 @@ def test_no_attempt_is_made_twice():
 
 
 class Wide(nn.Module):
-    """Makes many numbers of a large image, and takes none smaller than 100."""
+    """Makes many numbers of a large image, takes none smaller than 100, and keeps how large the last one was."""
 
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 2, 3)
 
     def forward(self, pixel_values):
-        assert pixel_values.shape[-1] > 100
+        self.side = pixel_values.shape[-1]
+        assert self.side > 100
         return self.conv(pixel_values)
 
 
@@ -312,6 +329,7 @@ def test_images_are_cropped_as_far_as_the_model_takes_them(monkeypatch):
     found = _lighter(lambda config: Wide(), LlamaConfig(), ATTEMPTS[0], built)
     assert found.inputs["pixel_values"].shape == (2, 3, 128, 128)
     assert found.by.endswith("cropped to 128")
+    assert found.module.side == 128
 
 
 def test_a_scan_takes_few_places_at_a_time():

@@ -13,6 +13,7 @@ from tpconvert.source.inputs.documented import arguments, example, size_of
 from tpconvert.source.inputs.find import Search, example_inputs
 from tpconvert.source.inputs.media import images
 from tpconvert.source.inputs.resize import resized
+from tpconvert.source.inputs.towers import Tower, with_towers
 
 TEXT = {
     "hidden_size": 24,
@@ -246,6 +247,13 @@ def test_patches_have_the_dims_that_are_documented():
     assert (32, 8, 8, 3) in [given["pixel_values"].shape for given in found]
 
 
+def test_no_patch_is_as_large_as_a_whole_image():
+    dims = ("num_patches", "num_channels", "image_size", "image_size")
+    found = list(images("pixel_values_videos", {"video_grid_thw"}, Config(image_size=224), dims))
+    assert found
+    assert all(given["pixel_values_videos"].numel() < 2_000_000 for given in found)
+
+
 def test_patches_of_all_images_lie_beside_each_other_where_their_sizes_are_asked_for():
     given = next(images("pixel_values", {"target_sizes"}, Config()))
     assert given["pixel_values"].shape == (1, 3, 4, 4 * int(given["target_sizes"].prod(1).sum()))
@@ -349,6 +357,33 @@ class Proteins(nn.Module):
         return input_ids, protein_input_ids, protein_attention_mask
 
 
+class Placed(nn.Module):
+    """Takes the place of each word."""
+
+    main_input_name = "input_ids"
+
+    def forward(self, input_ids, position_ids=None):
+        """
+        position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Where each word is.
+        """
+        return input_ids + position_ids
+
+
+def test_each_word_has_a_place_of_its_own():
+    given = next(Search(Placed(), Config()).forms("position_ids", {"input_ids": torch.zeros(2, 17).long()}))
+    assert torch.equal(given["position_ids"], torch.arange(17).repeat(2, 1))
+
+
+def test_marks_of_each_time_of_a_video_may_have_words_between_them():
+    grid = {"video_grid_thw": torch.tensor([[2, 2, 2]] * 2)}
+    tower = Tower("video", grid, mark=7, count=4, width=1, around=((8,), (9,)))
+    found = with_towers([tower], nn.Module(), Config(), {"mm_token_type_ids"}, list, lambda: torch.zeros(2, 4).long())
+    together, apart = (given["input_ids"][0].tolist() for given in found)
+    assert together == [0, 0, 0, 8, 7, 7, 7, 7, 9, 0]
+    assert apart == [0, 0, 0, 8, 7, 7, 9, 0, 8, 7, 7, 9, 0]
+
+
 def test_a_mask_is_as_long_as_the_words_of_its_kind():
     search = Search(Proteins(), Config())
     given = {"protein_input_ids": torch.zeros(2, 7).long()}
@@ -393,3 +428,12 @@ def test_an_input_of_which_nothing_is_known_is_told():
 
     with pytest.raises(SourceError, match="no example is known for the input 'thing'"):
         example_inputs(Unknown(), Config())
+
+
+def test_a_class_without_a_forward_is_told():
+    class Parts(nn.Module):
+        def encode(self, states):
+            return states
+
+    with pytest.raises(SourceError, match="Parts has no forward"):
+        example_inputs(Parts(), Config())

@@ -76,6 +76,20 @@ def detached():
     return after(lambda y: y.detach())
 
 
+class Labelled(Then):
+    """Asks for labels in training, which the example inputs lack."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        if self.training and labels is None:
+            raise ValueError("no labels")
+        return super().forward(x)
+
+
+def for_evaluation():
+    """A model that does not run in train mode."""
+    return seeded(Labelled, torch.relu), {"x": floats(3, 12)}
+
+
 def not_a_number():
     """One entry of the output is no number, in the whole model too."""
     return after(lambda y: torch.where(torch.arange(12) == 3, y * float("nan"), y))

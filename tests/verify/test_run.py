@@ -222,8 +222,6 @@ def test_a_plan_of_another_model_could_not_be_run(tmp_path):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("integers", "error: The model has no output to take a gradient of, so gradients cannot be compared."),
-        ("detached", "error: The model has no output to take a gradient of, so gradients cannot be compared."),
         ("raising", f"error: The model fails where it is run: {sources.__file__}:"),
         ("neither", f"error: The model runs neither in float64 nor in float32: {sources.__file__}:"),
         ("dying", "error: A rank died (process 1 terminated with signal SIGKILL). Is there enough memory?"),
@@ -237,6 +235,20 @@ def test_what_cannot_be_run_ends_with_2_one_line_and_no_process(function, messag
     assert result.stderr.startswith(message)
     assert len(result.stderr.splitlines()) == 1 and result.stdout == ""
     assert children(os.getpid()) == before
+
+
+@pytest.mark.parametrize("function", ["integers", "detached"])
+def test_outputs_are_compared_where_none_has_a_gradient(function):
+    result = verify(name_of(function), "--tp", 2)
+    assert result.exit_code == 0, result.output
+    assert "Note: No gradients were compared: the model has no output to take one of." in result.stdout
+
+
+def test_what_runs_in_eval_mode_alone_is_compared_in_it():
+    result = verify(name_of("for_evaluation"), "--tp", 2)
+    assert result.exit_code == 0, result.output
+    assert "Train mode was not compared: the whole model does not run in it (ValueError: no labels)." in result.stdout
+    assert "gradients" in result.stdout
 
 
 def test_a_whole_model_that_gives_no_number_is_not_equal_and_says_why():

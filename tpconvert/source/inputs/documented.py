@@ -80,11 +80,16 @@ def example(argument: Argument, config: Any) -> Tensor | None:
 
 
 def filled(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """Numbers of a kind: ones in a mask, zeros where they would number something, random ones else."""
+    """Numbers of a kind: ones in a mask, zeros where they would number something, random ones else.
+
+    Places are in order.
+    """
     whole = kind in ("LongTensor", "IntTensor", "BoolTensor", "long", "int") or re.search(r"(^|_)(ids|grids?)$", name)
     if "mask" in name:
         dtype = torch.float if kind == "FloatTensor" else torch.bool if kind == "BoolTensor" else torch.long
         return torch.ones(shape, dtype=dtype)
+    if name == "position_ids":
+        return torch.arange(shape[-1]).expand(shape).clone()
     if whole:
         return torch.zeros(shape, dtype=torch.bool if kind == "BoolTensor" else torch.long)
     return random(*shape)

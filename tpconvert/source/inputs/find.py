@@ -132,6 +132,11 @@ class Search:
         return new
 
     def _check_known(self) -> None:
+        if type(self.module).forward is nn.Module.forward:
+            raise SourceError(
+                f"{type(self.module).__name__} has no forward: it is a set of parts that other methods call.",
+                hint="Convert its parts, or name a function, file.py:function, that returns (module, inputs).",
+            )
         for name in dict.fromkeys([*self.main, *self.required]):
             if name in self.names and "mask" not in name and not any(True for _ in self.forms(name, {})):
                 raise self._unknown(name)
@@ -247,6 +252,8 @@ class Search:
         elif name == "attention_mask":
             yield {name: torch.ones_like(given["input_ids"])}
         elif (made := example(argument, self.config)) is not None:
+            if argument.dims[1:] == ("sequence_length",) and "input_ids" in given:
+                made = filled(name, argument.kind, tuple(given["input_ids"].shape[:2]))
             yield {name: made}
             if made.dtype == torch.long and argument.kind != "LongTensor":
                 yield {name: made.float()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ Given = dict[str, Any]
 IMAGES, VIDEOS = "pixel_values", "pixel_values_videos"
 SOUNDS = ("input_features", "input_values", "audio_mel")
 PLACES = ("image_position_ids", "pixel_position_ids", "video_position_ids")
+LARGEST = 2_000_000
+"""Numbers in patches: more of them come of dims that are not those of a patch, and each forward takes seconds."""
 _BINS = ("num_mel_bins", "input_feat_per_channel", "input_feat_size", "feature_size", "n_mels", "num_mels")
 
 
@@ -81,13 +84,13 @@ def _patches_on_a_grid(name: str, grid: str, names: set[str], config: Any, dims:
     for side, frames in product((_side(config), 4 * _side(config)), lengths):
         shape = [side, side] if grid == "image_grid_hw" else [frames, side, side]
         given = {grid: torch.tensor([shape] * BATCH)}
-        if "merge_sizes" in names:
-            given["merge_sizes"] = torch.tensor([size_in(config, "spatial_merge_size") or 1] * BATCH)
+        for merged in {"merge_sizes", grid.replace("grid_thw", "merge_sizes")} & names:
+            given[merged] = torch.tensor([size_in(config, "spatial_merge_size") or 1] * BATCH)
         rows = BATCH * frames * side * side
         yield given | {name: random(rows, channels * times * patch * patch)}
         yield given | {name: random(rows, channels, patch, patch)}
         of_each = [size_of(dim, config) for dim in dims[1:]]
-        if len(of_each) > 1 and all(of_each):
+        if len(of_each) > 1 and all(of_each) and rows * prod(n for n in of_each if n) <= LARGEST:
             yield given | {name: random(rows, *(size for size in of_each if size))}
 
 

@@ -38,6 +38,12 @@ class Tower:
     around: tuple[tuple[int, ...], tuple[int, ...]]
     """The words that the model looks for before and after them."""
 
+    @property
+    def pieces(self) -> int:
+        """How many times there are in its grid: some models have the marks of each among words of their own."""
+        grids = [v for n, v in self.given.items() if n.endswith("grid_thw")]
+        return int(grids[0][0, 0]) if grids else 1
+
 
 def with_towers(
     towers: list[Tower],
@@ -54,6 +60,8 @@ def with_towers(
     for many in range(len(towers), 0, -1):
         for some in combinations(towers, many):
             yield _filled(some, names, words())
+            if any(tower.pieces > 1 for tower in some):
+                yield _filled(some, names, words(), apart=True)
     unasked = _unasked(module, config, names, forms)
     together = zip(*unasked, strict=False) if len(unasked) > 1 else ()
     for some in (*together, *((tower,) for towers in unasked for tower in towers)):
@@ -138,10 +146,15 @@ def _unasked(
 
 
 def _taken(module: nn.Module, method: str) -> list[str]:
-    """The arguments of a method that is the module's own, or that of the part which it passes them on to."""
-    part = _asked(module, method)
-    parameters = inspect.signature(getattr(part, method)).parameters.values() if part is not None else ()
-    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    """The arguments of a method that is the module's own, and of those of its parts that it may pass others on to."""
+    outer = _asked(module, method)
+    taken: list[str] = []
+    for part in outer.modules() if outer is not None else ():
+        parameters = inspect.signature(getattr(part, method)).parameters.values() if hasattr(part, method) else ()
+        taken += [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return list(dict.fromkeys(taken))
 
 
 def _asked(module: nn.Module, method: str) -> nn.Module | None:
@@ -192,14 +205,16 @@ def _more_marks(kind: str, had: int, wanted: int, given: Given, config: Any, nam
         yield given | _filled((tower,), names, given["input_ids"])
 
 
-def _filled(towers: tuple[Tower, ...], names: set[str], words: Tensor) -> Given:
-    """All that the towers are given, and text with their marks in it."""
+def _filled(towers: tuple[Tower, ...], names: set[str], words: Tensor, *, apart: bool = False) -> Given:
+    """All that the towers are given, and text with their marks in it; ``apart`` those of each time by themselves."""
     out: Given = {}
     ids, kinds = [words[:, :BEFORE]], [torch.zeros_like(words[:, :BEFORE])]
     for tower in towers:
         out |= tower.given
         before, after = tower.around
-        row = torch.tensor([*before, *[tower.mark] * tower.count, *after]).repeat(BATCH, 1)
+        pieces = tower.pieces if apart and tower.count % tower.pieces == 0 else 1
+        piece = [*before, *[tower.mark] * (tower.count // pieces), *after]
+        row = torch.tensor([n for i in range(pieces) for n in (*[int(words[0, 0])] * (i > 0), *piece)]).repeat(BATCH, 1)
         ids.append(row)
         kinds.append((row == tower.mark) * (KINDS.index(tower.kind) + 1))
     ids.append(words[:, BEFORE:])

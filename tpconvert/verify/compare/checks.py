@@ -16,7 +16,7 @@ from tpconvert.analyze.trace.copies import copied
 from tpconvert.analyze.trace.entering import Entered
 from tpconvert.analyze.trace.trees import map_tensors
 from tpconvert.checkpoint.tensors.pieces import gather_pieces, take_pieces
-from tpconvert.errors import NotRunError, TPConvertError, VerifyError
+from tpconvert.errors import TPConvertError, VerifyError
 from tpconvert.parallel import Mesh, clip_grad_norm_, parallelize
 from tpconvert.parallel.comm.collectives import summed
 from tpconvert.planning.slices import divided
@@ -27,7 +27,7 @@ from tpconvert.verify.compare.ways import compare_other_size, compare_ways
 from tpconvert.verify.measure.decided import Decisions, apart
 from tpconvert.verify.measure.dtypes import dtype_of, generators, precision
 from tpconvert.verify.measure.lastbits import measured, nudge, restore, state, widened
-from tpconvert.verify.measure.modes import Exact, Widened, call, loss_of, perturb, takes_gradients, tensors_of
+from tpconvert.verify.measure.modes import Exact, Widened, call, loss_of, perturb, refusal, takes_gradients, tensors_of
 from tpconvert.verify.measure.values import UNEQUAL, form, largest, relative
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
 
@@ -109,6 +109,7 @@ class Pair:
         self.notes: list[str] = []
         self.parted = ""
         self.drops = False
+        self.trains = True
 
     def add(self, kind: str, name: str, error: float, mode: str, bound: float | None = None) -> None:
         """One check."""
@@ -195,15 +196,23 @@ class Pair:
         runs = []
         records: list[Record] = [{}, {}]
         takes = takes_gradients(copied(self.whole), self.inputs, self.dtype, mode == "train")  # it may keep what it saw
+        if mode == "train" and not takes and (why := refusal(copied(self.whole), self.inputs, self.dtype)):
+            self.trains = False
+            return self.note(f"Train mode was not compared: the whole model does not run in it ({why}).")
         entered, decisions = [Entered(self.inputs, takes) for _ in records], Decisions(self.dtype)
         for module, record, given in zip((self.whole, self.local), records, entered, strict=True):
             module.train(mode == "train")
             module.zero_grad(set_to_none=True)
             with self.exact() as running, decisions.of(module is self.whole), Recording(module, record):
                 output = self.run(module, given.tree)
-                runs.append((output, self.loss(module, output), running.rates))
+                runs.append((output, loss_of(output), running.rates))
         (whole, whole_loss, rates), (local, local_loss, local_rates) = runs
         self.outputs(whole, local, named)
+        self.trains = whole_loss is not None
+        if whole_loss is None:
+            return self.note("No gradients were compared: the model has no output to take one of.")
+        if local_loss is None:
+            raise VerifyError("The converted model has no output to take a gradient of; the whole one has.")
         self.add("loss", "loss", relative(local_loss, whole_loss), named)
         self.drops = bool(self.over_ranks(max(*rates, *local_rates, 0.0, 0.0)))
         if rates or local_rates:
@@ -220,15 +229,6 @@ class Pair:
             local_loss.backward()
         self.gradients(named)
         self.input_gradients(named, *entered)
-
-    def loss(self, module: nn.Module, output: Any) -> Tensor:
-        """A number in which every output counts."""
-        loss = loss_of(output)
-        if loss is None and module is self.whole:
-            raise NotRunError("The model has no output to take a gradient of, so gradients cannot be compared.")
-        if loss is None:
-            raise VerifyError("The converted model has no output to take a gradient of; the whole one has.")
-        return loss
 
     def outputs(self, whole: Any, local: Any, mode: str, bound: float | None = None) -> None:
         """Every output of this rank; the worst over ranks counts."""
@@ -266,6 +266,8 @@ class Pair:
 
     def run_steps(self) -> None:
         """Two steps of SGD with clipping: a wrong gradient scale or norm shows in the parameters."""
+        if not self.trains:
+            return
         densify(self.whole)  # torch has no norm of sparse gradients
         gradients = [p.grad for p in self.whole.parameters() if p.grad is not None]
         limit = 0.5 * float(torch.nn.utils.get_total_norm(gradients))
@@ -283,7 +285,7 @@ class Pair:
                             p -= RATE * p.grad
                 module.zero_grad(set_to_none=True)
                 with self.exact(), decisions.of(module is self.whole):
-                    self.loss(module, self.run(module)).backward()
+                    _backward(self.run(module))
                 densify(module)
         for kind in ("parameter", "buffer"):
             whole, local = (
@@ -294,12 +296,12 @@ class Pair:
 
     def run_dropout(self) -> None:
         """With dropout, ranks that hold the same must get the same: whole values draw the same numbers everywhere."""
-        if not self.drops:
+        if not self.drops or not self.trains:
             return
         self.local.zero_grad(set_to_none=True)
         with self.plain():
             output = self.run(self.local)
-            self.loss(self.local, output).backward()
+            _backward(output)
         bound = max(self.bound, LOOSE)
         for name, tensor in tensors_of(output):
             if tensor.is_floating_point():
@@ -362,6 +364,12 @@ class Pair:
         worst = torch.tensor([error if error == error else UNEQUAL], dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.mesh.group)
         return float(worst)
+
+
+def _backward(output: Any) -> None:
+    loss = loss_of(output)
+    assert loss is not None  # there was one in train mode
+    loss.backward()
 
 
 def _named(source: Any) -> dict[str, Tensor]:

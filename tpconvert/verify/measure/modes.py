@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from tpconvert.analyze.capture.run import descending_into_functionals
 from tpconvert.analyze.trace.entering import Entered
 from tpconvert.analyze.trace.trees import tensor_slots
+from tpconvert.source.blame import told
 
 DROPOUTS = frozenset(
     f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_", "native_") for end in ("", "_")
@@ -204,3 +205,14 @@ def takes_gradients(module: nn.Module, inputs: Any, dtype: torch.dtype, training
             for n, b in module.named_buffers():
                 b.copy_(buffers[n])
     return True
+
+
+def refusal(module: nn.Module, inputs: Any, dtype: torch.dtype) -> str:
+    """What a model raises in train mode, which may ask for labels; empty where it runs."""
+    module.train()
+    try:
+        with Exact(dtype), torch.random.fork_rng(devices=[]):
+            call(module, inputs)
+    except Exception as error:  # whatever a forward raises
+        return told(error)
+    return ""
