@@ -8,6 +8,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,8 @@ MANY = 12_000_000
 CLASSES = 4
 MENDED = 12
 """Numbers of a configuration that are supplied at most, and the rounds of it."""
+NARROWED = 3
+"""How often a model with many parameters is made narrower."""
 REFUSALS = 4
 """How many refused inputs are looked at for what a configuration lacks."""
 MORE = 3
@@ -140,7 +143,7 @@ def _by_twin(model_type: str, make: Any, config: Any) -> Built:
     source = twin(
         Source(name=model_type, module=nn.Module(), inputs={}, build=nn.Module, weights=_none, config=config, make=make)
     )
-    count = sum(p.numel() for p in source.module.parameters())
+    count = _parameters(source.module)
     if count > MANY:
         raise NotBuiltError(f"the twin has {count / 1e6:.0f} M parameters")
     return _run(source.build(), dict(source.inputs), "twin", QUICK)
@@ -203,6 +206,7 @@ def _lighter(make: Any, config: Any, attempt: Attempt, found: Built) -> Built:
     """A model that makes fewer numbers because its images are smaller, where one is needed and runs as well."""
     best = found
     with suppress(_OutOfTimeError):
+        best = _narrower(make, best)
         for by in SMALLER:
             if best.made <= LIGHT:
                 break
@@ -217,6 +221,24 @@ def _lighter(make: Any, config: Any, attempt: Attempt, found: Built) -> Built:
     return best
 
 
+def _narrower(make: Any, built: Built) -> Built:
+    """A model with fewer parameters, where one is needed and runs as well: all of them are kept for every rank."""
+    for _ in range(NARROWED):
+        config = deepcopy(getattr(built.module, "config", None))
+        if _parameters(built.module) <= MANY or config is None or not lessen(config, built.module):
+            break
+        divisible(config)
+        other, _ = _at_size(make, config, f"{built.by.partition(', narrowed')[0]}, narrowed")
+        if other is None or not other.inputs.keys() >= built.inputs.keys():
+            break
+        built = min(built, other, key=lambda one: _parameters(one.module))
+    return built
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
 def _changed(config: Any, error: Exception) -> bool:
     return lessen(config, error.module) if isinstance(error, TooLargeError) else mend(config, error)
 
@@ -226,7 +248,7 @@ def _at_size(make: Any, config: Any, by: str) -> tuple[Built | None, list[Except
     try:
         with quiet(), frugal():
             on_meta = make(config)
-        count = sum(p.numel() for p in on_meta.parameters())
+        count = _parameters(on_meta)
         if count > 3 * MANY:
             raise TooLargeError(f"{count / 1e6:.0f} M parameters", on_meta)
         module, search, inputs = _searched(make, config)

@@ -10,11 +10,12 @@ import linecache
 import re
 import traceback
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.small import EXPERTS, LAYERS, VOCABULARY
-from tpconvert.source.inputs.documented import entry, parts, text_part
+from tpconvert.source.inputs.documented import entry, parts, text_part, value_in
 from tpconvert.source.inputs.find import Search
 from tpconvert.source.inputs.towers import KINDS
 
@@ -55,10 +56,15 @@ def mend(config: Any, error: BaseException) -> bool:
         return _fewer_queries(config)
     if m := re.search(r"to have (\d+) channels, but got (\d+) channels", text):
         return _resized(config, int(m[1]), int(m[2]))
+    if m := re.search(r"shape '\[((?:\d+, )+)(\d+)\]' is invalid for input of size (\d+)", text):
+        rows = prod(int(n) for n in m[1].split(", ")[:-1])
+        if rows and int(m[3]) % rows == 0 and _resized(config, int(m[3]) // rows, int(m[2])):
+            return True
     if m := re.search(r"'(\w+)' object has no attribute '(\w+)'", text):
         for part in parts(config):
             if type(part).__name__ == m[1]:
-                return _set(part, m[2], guess(part, m[2]))
+                known = value_in(config, m[2])
+                return _set(part, m[2], guess(part, m[2]) if known is None else known)
     for name in dict.fromkeys(_names(error)):
         for part in parts(config):
             if _absent(part, name):

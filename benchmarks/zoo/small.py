@@ -25,7 +25,9 @@ Longer ones are pieces of a sound, not of a scan.
 """
 SIDE = 128
 """An input size below this is no side of an image: it counts the bins of a sound."""
-FRAMES = 16
+FRAMES = 8
+CONTEXT = 256
+"""Times that a forecast looks back to, to which shorter ones are padded."""
 MANY_LAYERS = 16
 MAIN = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 GROUPS = {"n_group": 2, "topk_group": 1}
@@ -42,7 +44,8 @@ _WIDTHS = re.compile(
 _HEAD_WIDTHS = re.compile(r"(^|_)(d_kv|d_head|head_dim|head_size|nope_dim|rope_dim|kv_channels)$")
 _EXPERT_WIDTHS = re.compile(r"(moe|expert).*(size|dim)$")
 _TAPS = re.compile(r"out_indices$|deepstack|extract_layers|intermediate_\w*indices|feature_layers?$|target_layer")
-_SIDES = ("image_embedding_size", "image_size", "input_size", "img_size", "crop_size")
+_SIDES = ("image_embedding_size", "image_size", "input_size", "img_size", "crop_size", "max_img_size")
+_MARGINS = ("visual_prompt_size",)
 _SOME = re.compile(r"(layers|layer_ids|indexes|indices)$")
 _NOT_WIDTHS = re.compile(
     r"vocab|patch|image|window|pos_emb|num_channels|(?<!stage_)(in|out)_channels|mel|^num_features|type|in_dim$|input_dim$"
@@ -193,7 +196,9 @@ def _smaller(name: str, value: Any, attempt: Attempt, few: int, marks: Iterator[
         return min(value, VOCABULARY)
     if name in GROUPS:
         return min(value, GROUPS[name])
-    if name in _SIDES and (name != "input_size" or value >= SIDE):
+    if name == "context_length":
+        return min(value, CONTEXT)
+    if name in _MARGINS or (name in _SIDES and (name != "input_size" or value >= SIDE)):
         return value // attempt.image if value % attempt.image == 0 and value // attempt.image >= 16 else value
     if name in ("frames_per_clip", "num_frames"):
         return min(value, FRAMES)

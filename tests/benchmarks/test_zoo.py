@@ -14,7 +14,7 @@ from transformers import (
     VitPoseConfig,
 )
 
-from benchmarks.zoo.build import Built, _lighter, _own, _said
+from benchmarks.zoo.build import Built, _lighter, _narrower, _own, _said
 from benchmarks.zoo.exchanged import no_dearer
 from benchmarks.zoo.facts import agreement, linear_like, way_back
 from benchmarks.zoo.mend import divisible, fit, mend
@@ -53,6 +53,19 @@ def test_channels_in_a_list_are_made_those_that_come():
     )
     assert mend(config, RuntimeError(error))
     assert config.neck_hidden_sizes == [6, 96, 24, 48]
+
+
+def test_the_last_dim_of_a_reshape_is_made_the_one_that_fits():
+    config = LlamaConfig(bbox_dim=64)
+    assert mend(config, RuntimeError("shape '[13, 13, 2, 16]' is invalid for input of size 21632"))
+    assert config.bbox_dim == 16
+
+
+def test_a_missing_number_is_that_of_another_part():
+    config = LlavaConfig()
+    config.vision_config.merge_size = 3
+    assert mend(config, AttributeError("'LlamaConfig' object has no attribute 'merge_size'"))
+    assert config.text_config.merge_size == 3
 
 
 def test_widths_that_are_grouped_are_widened_together():
@@ -332,6 +345,16 @@ def test_images_are_cropped_as_far_as_the_model_takes_them(monkeypatch):
     assert found.module.side == 128
 
 
+def test_a_model_with_many_parameters_is_made_narrower(monkeypatch):
+    monkeypatch.setattr("benchmarks.zoo.build.MANY", 40_000)
+    config = LlamaConfig(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_hidden_layers=1)
+    config.vocab_size = config.num_key_value_heads = 4
+    built = Built(LlamaForCausalLM(config).eval(), {"input_ids": torch.zeros(2, 5).long()}, "small")
+    found = _narrower(LlamaForCausalLM, built)
+    assert (found.by, found.module.config.intermediate_size) == ("small, narrowed", 64)
+    assert found.inputs.keys() >= {"input_ids"}
+
+
 def test_a_scan_takes_few_places_at_a_time():
     assert small(LlamaConfig(mamba_chunk_size=256), ATTEMPTS[0]).mamba_chunk_size == 16
 
@@ -359,7 +382,16 @@ def test_bins_of_a_sound_are_no_side_of_an_image(size, smaller):
 
 
 def test_videos_get_few_frames():
-    assert small(LlamaConfig(frames_per_clip=64), ATTEMPTS[0]).frames_per_clip == 16
+    assert small(LlamaConfig(frames_per_clip=64), ATTEMPTS[0]).frames_per_clip == 8
+
+
+def test_forecasts_look_back_to_few_times():
+    assert small(LlamaConfig(context_length=16384), ATTEMPTS[0]).context_length == 256
+
+
+def test_margins_of_images_become_smaller_with_them():
+    smaller = small(LlamaConfig(max_img_size=448, visual_prompt_size=96), ATTEMPTS[0])
+    assert (smaller.max_img_size, smaller.visual_prompt_size) == (112, 24)
 
 
 def test_a_mixture_made_small_keeps_widths_that_grouped_kernels_take() -> None:

@@ -241,6 +241,18 @@ def test_text_is_repeated_for_every_codebook():
     assert next(resized(given, text, torch.zeros))["decoder_input_ids"].shape == (8, 7)
 
 
+def test_what_is_counted_is_not_none():
+    given = {"classes": torch.zeros(2).long(), "ids": torch.zeros(2, 7).long()}
+    (found,) = resized(given, "max(): Expected reduction dim 2 to have non-zero size.", torch.zeros)
+    assert found["classes"].tolist() == [1, 1] and not found["ids"].any()
+
+
+def test_boxes_are_as_many_as_words_where_each_meets_each():
+    given = {"input_ids": torch.zeros(2, 13).long(), "bbox": torch.zeros(2, 3, 4)}
+    (found,) = resized(given, "shape '[13, 13, 2, 16]' is invalid for input of size 1152", torch.zeros)
+    assert found["bbox"].shape == (2, 13, 4)
+
+
 def test_patches_have_the_dims_that_are_documented():
     dims = ("num_image_tokens", "patch_size * 2", "patch_size * 2", "num_channels")
     found = images("pixel_values", {"image_grid_thw"}, Config(), dims)

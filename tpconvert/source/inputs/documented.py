@@ -171,7 +171,7 @@ def size_in(config: Any, name: str) -> int | None:
     return next((v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
 
-SIDES = ("image_size", "img_size", "input_size", "crop_size")
+SIDES = ("image_size", "img_size", "input_size", "crop_size", "max_img_size")
 """What configs call the sides of images."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpconvert.source.inputs.documented import random
+from tpconvert.source.inputs.documented import FEW, random
 
 Given = dict[str, Any]
 HALVED = 64
@@ -37,6 +37,7 @@ def resized(given: Given, text: str, words: Callable[..., Tensor]) -> Iterator[G
                 yield _together(given | {name: words(wanted)}, had, wanted)
     yield from _other_texts(given, text, words)
     yield from _other_images(given, text)
+    yield from _counted(given, text)
     yield from (given | {name: value} for name, value in _other_floats(given, text))
     if m := re.search(r"value tensor of shape \[(\d+),.*broadcast to indexing result of shape \[(\d+),", text):
         yield from _placed(given, int(m[1]), int(m[2]), words)
@@ -53,6 +54,18 @@ def _other_texts(given: Given, text: str, words: Callable[..., Tensor]) -> Itera
         for name, value in _texts(given):
             if value.numel() == int(m[2]):
                 yield given | {name: value.repeat(int(m[1]), 1)}
+
+
+def _counted(given: Given, text: str) -> Iterator[Given]:
+    """Counts of something that are not zero; and as many entries as there are words, where places of them meet."""
+    if "to have non-zero size" in text:
+        none = {n: v for n, v in given.items() if isinstance(v, Tensor) and v.dim() == 1 and not v.any()}
+        yield from [given | {n: torch.ones_like(v) for n, v in none.items()}] if none else []
+    if m := re.search(r"shape '\[(\d+), \1, ", text):
+        length = int(m[1])
+        if any(v.shape[1:] == (length,) for _, v in _texts(given)):
+            few = {n: v for n, v in _floats(given) if v.dim() == 3 and v.shape[1] == FEW}
+            yield from (given | {n: random(len(v), length, v.shape[2])} for n, v in few.items())
 
 
 def _other_images(given: Given, text: str) -> Iterator[Given]:
