@@ -117,16 +117,30 @@ class Planning:
 
     def run(self) -> Plan:
         """The plan that holds; layers that it leaves whole are then cut by themselves, where asked for and worth it."""
-        plan = self.settle()
+        plan = self.without_reached(self.settle())
         layers = whole_layers(self.flow, plan, self.gathered)
         if not layers:
             return plan
         self.begin(Axes(self.trace, self.trace.rules, layers), self.training)
         try:
-            other = self.settle()
+            other = self.without_reached(self.settle())
         except PlanError:
             return plan
         return max(plan, other, key=cut_parameters)
+
+    def without_reached(self, plan: Plan) -> Plan:
+        """The plan, in which what was called in training or another way is no longer unreached."""
+        if not plan.unreached and not plan.slices.unreached:
+            return plan
+        traces = [self.training.other, *self.otherwise.traces]
+        called = {c.module for trace in traces if trace is not None for c in trace.calls}
+
+        def left(paths: Sequence[str]) -> tuple[str, ...]:
+            return tuple(p for p in paths if not any(c == p or c.startswith(f"{p}.") for c in called))
+
+        if (sliced := plan.slices.unreached) is not None:
+            plan = replace(plan, slices=replace(plan.slices, unreached=left(sliced)))
+        return replace(plan, unreached=left(plan.unreached))
 
     def settle(self) -> Plan:
         """Draft and prove until a plan holds."""

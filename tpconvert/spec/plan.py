@@ -7,7 +7,8 @@ A plan holds, for one module and one tp degree,
 * the :class:`Edit` list: integer attributes that count something cut,
 * the :class:`Switch` list: where random numbers begin to differ between ranks, and where they end to,
 * the :class:`Rewrite` list: modules whose forward is replaced by their own recorded graph,
-* the :class:`Slices`: what differs where values between regions are slices of the tokens.
+* the :class:`Slices`: what differs where values between regions are slices of the tokens,
+* the modules that are ``unreached``: what they would do among terms of sums is not known.
 
 It is JSON that a person can read, diff and edit.
 """
@@ -160,6 +161,8 @@ class Slices:
     """Modules whose forwards see no slices, since they would not run on them."""
     switches: tuple[Switch, ...] | None = None
     """Those in the place of the plain ones, where they differ."""
+    unreached: tuple[str, ...] | None = None
+    """Those in the place of the plain ones, where they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,8 @@ class Plan:
     switches: tuple[Switch, ...] = ()
     axes: tuple[Axis, ...] = ()
     slices: Slices = Slices(UNKNOWN)
+    unreached: tuple[str, ...] = ()
+    """Modules that no captured forward called, held by one whose own forward sees terms of sums: not to be called."""
     notes: tuple[str, ...] = ()
     """Guesses and warnings, in words."""
     source: dict[str, Any] = field(default_factory=dict)
@@ -250,6 +255,7 @@ class Plan:
                 switches=tuple(_read(Switch, s) for s in data.get("switches", ())),
                 axes=tuple(_read(Axis, a) for a in data.get("axes", ())),
                 slices=_read(Slices, data["slices"]) if "slices" in data else Slices(UNKNOWN),
+                unreached=tuple(data.get("unreached", ())),
                 notes=tuple(data.get("notes", ())),
                 source=dict(data.get("source", {})),
             )
@@ -312,6 +318,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "parameters": tuple,
     "nodes": tuple,
     "whole": tuple,
+    "unreached": tuple,
     "inputs": lambda data: tuple((str(slot), int(dim)) for slot, dim in data),
     "boundaries": lambda data: tuple(map(_read_boundary, data)),
     "switches": lambda data: tuple(_read(Switch, s) for s in data),

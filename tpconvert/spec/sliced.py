@@ -26,6 +26,7 @@ def sliced_form(plan: Plan) -> Plan:
         verdicts=tuple(verdicts),
         boundaries=tuple(sorted(boundaries, key=lambda b: order.index(b.kind))),
         switches=plan.switches if plan.slices.switches is None else plan.slices.switches,
+        unreached=plan.unreached if plan.slices.unreached is None else plan.slices.unreached,
         slices=Slices("it is already"),
     )
 
@@ -43,11 +44,12 @@ def with_sliced_form(
         boundaries.append(replace(b, sliced=sliced, moved=same is None))
     verdicts = (replace(v, on_slices=v.name in summed and not v.sum_grad) for v in plan.verdicts)
     switches = None if form.switches == plan.switches else form.switches
+    unreached = None if form.unreached == plan.unreached else form.unreached
     return replace(
         plan,
         verdicts=tuple(verdicts),
         boundaries=tuple(boundaries),
-        slices=Slices("", inputs, tuple(left.values()), whole, switches),
+        slices=Slices("", inputs, tuple(left.values()), whole, switches, unreached),
     )
 
 

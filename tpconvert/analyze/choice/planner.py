@@ -16,7 +16,15 @@ from tpconvert.analyze.axes.terms import Term, blocks, leaves
 from tpconvert.analyze.capture.run import Call
 from tpconvert.analyze.choice.choose import DEAR, Candidate, Choice
 from tpconvert.analyze.choice.patterns import Classifier
-from tpconvert.analyze.choice.siblings import one_number_apart, same_class, wild, with_moved
+from tpconvert.analyze.choice.siblings import (
+    among_terms,
+    as_called,
+    one_number_apart,
+    same_class,
+    unknown,
+    wild,
+    with_moved,
+)
 from tpconvert.analyze.flow.randoms import switches
 from tpconvert.analyze.flow.run import Flow, Placed
 from tpconvert.analyze.rewrite.alike import same_forward
@@ -97,7 +105,7 @@ class Planner:
             axes=tuple(self.axes()),
             notes=tuple(self.ax.trace.notes),
         )
-        self.traced, self.last = plan, self.with_siblings(plan)
+        self.traced, self.last = plan, self.with_siblings(plan, self.flow)
         return Draft(self.last, forbidden, early)
 
     def sliced(self, flow: Flow, training: Any) -> tuple[Plan, dict[str, str]]:
@@ -111,7 +119,7 @@ class Planner:
             boundaries=tuple(other.boundaries()),
             switches=tuple(random.switches),
         )
-        return other.with_siblings(plan), random.refused
+        return other.with_siblings(plan, flow), random.refused
 
     def adds_up(self, path: str) -> bool:
         """Whether a module's own forward computes with pending sums, and has copies inside for that."""
@@ -329,7 +337,7 @@ class Planner:
 
     # -- what was not traced ------------------------------------------------------------------------------
 
-    def with_siblings(self, plan: Plan) -> Plan:
+    def with_siblings(self, plan: Plan, flow: Flow) -> Plan:
         """Parameters the forward did not reach (an expert that got no token) are treated as their siblings are."""
         names = self.used_names()
         used = {v.name: v for v in plan.verdicts if v.name in names}
@@ -350,7 +358,10 @@ class Planner:
             )
         idle = {path for path, _ in self.module.named_modules(remove_duplicate=False)}
         idle -= {call.module for call in self.ax.trace.calls}
-        return with_moved(replace(plan, verdicts=tuple(verdicts)), moved, idle)
+        moved |= as_called(self.ax.trace, idle, moved)
+        anew = {rewrite.module for rewrite in plan.rewrites}
+        unreached = among_terms(flow, unknown(self.ax.trace, moved), anew)
+        return with_moved(replace(plan, verdicts=tuple(verdicts), unreached=unreached), moved, idle)
 
     def used_names(self) -> set[str]:
         """Names of parameters and buffers the forward used."""

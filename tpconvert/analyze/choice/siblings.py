@@ -1,20 +1,26 @@
-"""Parameters and modules that the traced forward did not reach, which are treated as their siblings are."""
+"""Parameters and modules that the traced forward did not reach, which are treated as siblings are, if they can be.
+
+What is left of them may run another time, among terms of a sum: an expert that returns its input as
+it is, say, where the sum of the experts is made after all of them.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
+from tpconvert.analyze.capture.run import Call, Trace
+from tpconvert.analyze.flow.run import Flow
 from tpconvert.spec.plan import Plan
 
 
 def with_moved(plan: Plan, moved: dict[str, str], idle: set[str]) -> Plan:
     """The boundaries, edits and rewrites of a traced module, again for its sibling among those that were ``idle``."""
-    roots = {_roots(new, old) for new, old in moved.items() if new != old}
+    roots = moved_roots(moved)
 
     def again(items: Iterable[Any]) -> list[Any]:
         out = []
@@ -33,6 +39,11 @@ def with_moved(plan: Plan, moved: dict[str, str], idle: set[str]) -> Plan:
         rewrites=tuple(again(plan.rewrites)),
         switches=tuple(again(plan.switches)),
     )
+
+
+def moved_roots(moved: dict[str, str]) -> set[tuple[str, str]]:
+    """``(module, the one it is treated as)``, the outermost of each pair."""
+    return {_roots(new, old) for new, old in moved.items() if new != old}
 
 
 def _roots(new: str, old: str) -> tuple[str, str]:
@@ -55,3 +66,77 @@ def one_number_apart(a: str, b: str) -> bool:
 def same_class(root: nn.Module, a: str, b: str) -> bool:
     """Whether the modules of two parameters are of one class."""
     return type(root.get_submodule(a.rpartition(".")[0])) is type(root.get_submodule(b.rpartition(".")[0]))
+
+
+def as_called(trace: Trace, idle: Set[str], moved: dict[str, str]) -> dict[str, str]:
+    """Module without parameters that was not called -> a sibling that was; none within what is ``moved``."""
+    by_name: dict[str, list[str]] = {}
+    for path in dict.fromkeys(call.module for call in trace.calls):
+        by_name.setdefault(wild(path), []).append(path)
+    out: dict[str, str] = {}
+    known = tuple(f"{new}." for new, _ in moved_roots(moved))
+    for path in sorted(idle - {""}):
+        module = trace.module.get_submodule(path)
+        if any(True for _ in module.parameters()) or f"{path}.".startswith(known):
+            continue
+        for other in by_name.get(wild(path), ()):
+            if one_number_apart(path, other) and type(trace.module.get_submodule(other)) is type(module):
+                out[path] = other
+                break
+    return out
+
+
+def unknown(trace: Trace, moved: dict[str, str]) -> dict[str, list[str]]:
+    """Module that was called -> those it holds that were not, whose weights nothing read, and that are not ``moved``.
+
+    Of one within another, the outer one is named.
+    """
+    root = trace.module
+    called = {id(root.get_submodule(c.module)) for c in trace.calls if not c.module.startswith("?")}
+    tensors = dict(root.named_parameters(remove_duplicate=False)) | dict(root.named_buffers(remove_duplicate=False))
+    read = {id(tensors[name]) for name in trace.parameters if name in tensors}
+    known, out = {new for new, _ in moved_roots(moved)}, dict[str, list[str]]()
+
+    def look(path: str, module: nn.Module, caller: str) -> None:
+        for name, child in module.named_children():
+            inner = f"{path}.{name}" if path else name
+            if id(child) in called:
+                look(inner, child, inner)
+            elif inner in known:
+                continue
+            elif type(child).forward is nn.Module.forward or any(id(m) in called for m in child.modules()):
+                look(inner, child, caller)
+            elif not any(id(t) in read for t in (*child.parameters(), *child.buffers())):
+                out.setdefault(caller, []).append(inner)
+
+    look("", root, "")
+    return out
+
+
+def among_terms(flow: Flow, held: dict[str, list[str]], anew: Set[str]) -> tuple[str, ...]:
+    """Of the modules ``held`` by others, those whose caller's own forward sees terms of sums, or slices of the tokens.
+
+    What a whole layer is given or gives there would count on every rank, or its gradient on one; a part of a value is
+    of another size than it takes.  A forward that is written ``anew`` calls what it was seen to call.
+    """
+    steps = flow.ax.trace.steps(*(c for c in flow.ax.trace.calls if c.module in held.keys() - anew))
+    callers = {call.module for call, done in steps.items() if any(_is_term(flow, call, n) for n in _seen(done))}
+    return tuple(path for caller, paths in held.items() if caller in callers for path in paths)
+
+
+def _seen(steps: Iterable[fx.Node | Call]) -> Iterator[fx.Node]:
+    for step in steps:
+        if isinstance(step, fx.Node):
+            yield from (step, *step.all_input_nodes)
+        else:
+            yield from (*step.inputs.values(), *step.outputs.values())
+
+
+def _is_term(flow: Flow, call: Call, node: fx.Node) -> bool:
+    """Whether a value is a term of a sum, or a slice, where the own forward of a call sees it."""
+    placed = flow.reduced.get(node)
+    if node in flow.sliced:
+        return True
+    if placed is not None and placed.host is not None:
+        return call.inside(placed.host.call) is (placed.host.side == "output")
+    return node in flow.partial

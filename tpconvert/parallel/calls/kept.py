@@ -74,6 +74,21 @@ class Refused:
         raise PlanError(f"{self.name} would take this rank's part for the whole model.", hint=REFUSED[self.name])
 
 
+@dataclass(frozen=True)
+class Unreached:
+    """Hook of a module that no planned forward called."""
+
+    path: str
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Raise PlanError: what it gives would count on every rank, or was meant to be one of the terms."""
+        raise PlanError(
+            f"{self.path} ({type(module).__name__}) is called among terms of a sum over ranks, and was not when "
+            "the model was planned.",
+            hint="Plan the model with inputs that reach it: a function that returns (module, inputs).",
+        )
+
+
 def keep(root: nn.Module, plan: Plan) -> None:
     """See to it that the parts of a converted module stay."""
     cut: dict[str, list[str]] = {}
@@ -89,6 +104,9 @@ def keep(root: nn.Module, plan: Plan) -> None:
         of_caller.setdefault(_caller(root, above), []).append(part)
     for path, parts in of_caller.items():
         root.get_submodule(path).register_forward_pre_hook(Kept(tuple(parts)))
+    for path in plan.unreached:
+        for module in root.get_submodule(path).modules():
+            module.register_forward_pre_hook(Unreached(path))
     for module in root.modules():
         for name in REFUSED:
             if hasattr(type(module), name):

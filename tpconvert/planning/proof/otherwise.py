@@ -76,6 +76,11 @@ class Otherwise:
         self.at: Seen
         """The capture that a plan was held to last."""
 
+    @property
+    def traces(self) -> list[Trace]:
+        """What was captured."""
+        return [seen.trace for seen in self.known.values() if seen is not None]
+
     def held(self, plan: Plan, training: Training) -> Plan:
         """The plan, with what other calls need.  Raises VerifyError where one of them asks for something else."""
         self.chosen = []
