@@ -53,6 +53,8 @@ SIDES = (128, 64)
 """Sides that images are cropped to, where they still are too many numbers."""
 SMALLER = (4, 16)
 """What the sides of images are divided by, once more, where a model that runs is not light."""
+SHORT, SHORTENED = 3, 3
+"""Below which inputs are not made shorter, and how often they are."""
 TWIN_SECONDS, SMALL_SECONDS = 8, 24
 """How long a twin may take, and all other attempts with one class; no other class is begun after that much."""
 
@@ -131,6 +133,21 @@ def _cropped(built: Built, side: int) -> Built:
     """The same module on the corners of its images; a copy, since some keep what they make of the size of an image."""
     inputs = {n: v[..., :side, :side] if getattr(v, "ndim", 0) >= 4 else v for n, v in built.inputs.items()}
     return _run(copied(built.module), inputs, f"{built.by.partition(', cropped')[0]}, cropped to {side}", SLOW)
+
+
+def _shorter(built: Built) -> Built:
+    """The same module on inputs that are a quarter as long along one size that they have, the first that it takes."""
+    tensors = {n: v for n, v in built.inputs.items() if isinstance(v, torch.Tensor)}
+    for size in sorted({n for v in tensors.values() for n in v.shape[1:] if n > SHORT}, reverse=True):
+        inputs = dict(built.inputs)
+        for name, value in tensors.items():
+            at = tuple(slice(max(n // 4, SHORT)) if n == size else slice(None) for n in value.shape[1:])
+            inputs[name] = value[(slice(None), *at)]
+        with suppress(Exception):  # whatever a model says of inputs that are too short
+            other = _run(copied(built.module), inputs, f"{built.by.partition(', shortened')[0]}, shortened", SLOW)
+            if other.made < built.made:
+                return other
+    return built
 
 
 def _own(kind: Any, config: Any) -> Any:
@@ -216,6 +233,8 @@ def _lighter(make: Any, config: Any, attempt: Attempt, found: Built) -> Built:
         for side in SIDES if best.made > LIGHT else ():
             with suppress(Exception):  # whatever a model says of images that are too small
                 best = min(best, _cropped(best, side), key=lambda built: built.made)
+        for _ in range(SHORTENED):
+            best = _shorter(best) if best.made > LIGHT else best
     if best.made > HEAVY:
         raise NotBuiltError(f"one forward makes {best.made / 1e6:.0f} M numbers, more than are kept for a comparison")
     return best

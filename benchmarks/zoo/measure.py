@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 import traceback
@@ -205,6 +206,7 @@ def _emulated(module: Any, inputs: Any, plan: Any) -> dict[str, Any]:
     from tpconvert.errors import TPConvertError, VerifyError
     from tpconvert.verify.run import emulate_module
 
+    gc.collect()  # graphs of the plan hang in cycles, and hold the values of all their ops
     try:
         return of_result(emulate_module(copied(module), inputs, plan))  # it perturbs, in another precision
     except VerifyError as error:

@@ -345,6 +345,14 @@ def test_images_are_cropped_as_far_as_the_model_takes_them(monkeypatch):
     assert found.module.side == 128
 
 
+def test_what_is_made_longer_by_a_model_is_given_to_it_short(monkeypatch):
+    monkeypatch.setattr("benchmarks.zoo.build.LIGHT", 1)
+    linear = nn.Linear(8, 8)
+    built = Built(linear, {"input": torch.zeros(2, 40, 8)}, "small", 640)
+    found = _lighter(lambda config: linear, LlamaConfig(), ATTEMPTS[0], built)
+    assert (found.by, found.inputs["input"].shape) == ("small, shortened", (2, 3, 8))
+
+
 def test_a_model_with_many_parameters_is_made_narrower(monkeypatch):
     monkeypatch.setattr("benchmarks.zoo.build.MANY", 40_000)
     config = LlamaConfig(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_hidden_layers=1)
