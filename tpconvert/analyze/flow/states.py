@@ -140,22 +140,30 @@ class Hosts:
         """Calls that ``node`` enters and that hold only ``wanted`` consumers: ``(hosts with theirs, those left)``.
 
         The fewest calls, and of those the innermost that hold the same consumers: so all calls of a module are alike,
-        whoever makes them.
+        whoever makes them.  None that returns the value as it is to consumers outside: these would see the copy too.
         """
         found = []
         left = set(wanted)
-        for call in sorted(self.inputs[node], key=lambda c: c.position):
+        entered = [call for call in self.inputs[node] if not _hands_on(call, node)]
+        for call in sorted(entered, key=lambda c: c.position):
             inside = {u for u in left if u.meta["call"] is not None and u.meta["call"].inside(call)}
             if not inside or any(u.meta["call"] is not None and u.meta["call"].inside(call) for u in others):
                 continue
             made = node.meta["call"]
             if made is not None and made.inside(call):
                 continue
-            deeper = [c for c in self.inputs[node] if c.inside(call) and all(u.meta["call"].inside(c) for u in inside)]
+            deeper = [c for c in entered if c.inside(call) and all(u.meta["call"].inside(c) for u in inside)]
             inner = deeper[-1]
             found.append((Host(inner, "input", tuple(s for s, n in inner.inputs.items() if n is node)), inside))
             left -= inside
         return found, left
+
+
+def _hands_on(call: Call, node: fx.Node) -> bool:
+    """Whether a call returns what it is given, and something outside of it uses that."""
+    if node not in call.outputs.values():
+        return False
+    return any(not is_op(u) or u.meta["call"] is None or not u.meta["call"].inside(call) for u in node.users)
 
 
 def involved(flow: Flow, node: fx.Node) -> set[Term]:
