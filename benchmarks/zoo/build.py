@@ -37,7 +37,7 @@ MENDED = 12
 """Numbers of a configuration that are supplied at most, and the rounds of it."""
 NARROWED = 3
 """How often a model with many parameters is made narrower."""
-REFUSALS = 4
+REFUSALS = 8
 """How many refused inputs are looked at for what a configuration lacks."""
 MORE = 3
 """Attempts after the first that runs, while images or sounds are missing."""
