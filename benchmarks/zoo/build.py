@@ -6,6 +6,7 @@ import gc
 import signal
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -39,6 +40,8 @@ NARROWED = 3
 """How often a model with many parameters is made narrower."""
 REFUSALS = 8
 """How many refused inputs are looked at for what a configuration lacks."""
+AGAIN = 3
+"""How often what is said again is mended: several numbers may hang together, but not endlessly many."""
 MORE = 3
 """Attempts after the first that runs, while images or sounds are missing."""
 SAME = 4
@@ -205,17 +208,18 @@ def _by_attempt(make: Any, config: Any, attempt: Attempt, errors: list[Exception
     smaller = small(config, attempt)
     divisible(smaller)
     poorer: Built | None = None
-    mended: set[str] = set()
+    mended: Counter[str] = Counter()
     for _ in range(MENDED):
         found, refusals = _at_size(make, smaller, f"small: widths / {attempt.width}, images / {attempt.image}")
         poorer = found or poorer
         if found is None:
             errors += refusals[:1]
-        fresh = [error for error in refusals if told(error) not in mended]
+        fresh = [error for error in refusals if mended[told(error)] < AGAIN]
         by = next((error for error in fresh if _changed(smaller, error)), None)
         if by is None:
             break
-        mended |= set() if isinstance(by, TooLargeError) else {told(by)}  # what is said again was not helped by it
+        divisible(smaller)
+        mended[told(by)] += not isinstance(by, TooLargeError)
     return poorer, found is None or bool(refusals)
 
 

@@ -47,7 +47,8 @@ def mend(config: Any, error: BaseException) -> bool:
     if m := re.search(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]", text):
         return _sections(config, int(m[1]), [int(n) for n in m[2].split(",")])
     if m := re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", text):
-        return _resized(config, int(m[2]), int(m[1]))
+        have, want = int(m[1]), int(m[2])
+        return _resized(config, want, have) or _resized(config, have, want)
     if m := re.search(r"num_channels \((\d+)\) must be divisible by num_groups \((\d+)\)", text):
         return _resized(config, int(m[1]), -(-int(m[1]) // int(m[2])) * int(m[2]), every=True)
     if re.search(r"stride should not be zero|division by zero|shape '\[([-\d]+, )*0[,\]]", text):

@@ -55,6 +55,12 @@ def test_channels_in_a_list_are_made_those_that_come():
     assert config.neck_hidden_sizes == [6, 96, 24, 48]
 
 
+def test_a_width_is_changed_on_the_side_that_has_it():
+    config = LlamaConfig(projection_dim=40)
+    assert mend(config, RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x40 and 48x2)"))
+    assert config.projection_dim == 48
+
+
 def test_the_last_dim_of_a_reshape_is_made_the_one_that_fits():
     config = LlamaConfig(bbox_dim=64)
     assert mend(config, RuntimeError("shape '[13, 13, 2, 16]' is invalid for input of size 21632"))

@@ -90,6 +90,19 @@ def for_evaluation():
     return seeded(Labelled, torch.relu), {"x": floats(3, 12)}
 
 
+class OneWay(torch.autograd.Function):
+    """Has no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+def one_way():
+    """A model whose gradients cannot be computed, though its output asks for them."""
+    return after(OneWay.apply)
+
+
 def not_a_number():
     """One entry of the output is no number, in the whole model too."""
     return after(lambda y: torch.where(torch.arange(12) == 3, y * float("nan"), y))

@@ -244,6 +244,13 @@ def test_outputs_are_compared_where_none_has_a_gradient(function):
     assert "Note: No gradients were compared: the model has no output to take one of." in result.stdout
 
 
+def test_outputs_are_compared_where_the_whole_model_has_no_way_back():
+    result = verify(name_of("one_way"), "--tp", 2)
+    assert result.exit_code == 0, result.output
+    for mode in ("eval", "train"):
+        assert f"Note: The whole model has no gradients in {mode} mode (NotImplementedError: " in result.stdout
+
+
 def test_what_runs_in_eval_mode_alone_is_compared_in_it():
     result = verify(name_of("for_evaluation"), "--tp", 2)
     assert result.exit_code == 0, result.output

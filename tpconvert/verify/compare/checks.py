@@ -221,9 +221,8 @@ class Pair:
         with self.exact():
             try:
                 whole_loss.backward()
-            except Exception as error:  # a backward of its own may be for training alone
-                if mode == "train":
-                    raise
+            except Exception as error:  # a backward of its own may be for training alone, and a cache for one step
+                self.trains = False
                 self.note(f"The whole model has no gradients in {mode} mode ({told(error)}).")
                 return
             local_loss.backward()
