@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests import hf_models
 from tests.hf_models import CASES
 from tests.models import MODELS
+from tpconvert.analyze.choice.choose import Choice
 from tpconvert.errors import PlanError, RuleError, SourceError, TPConvertError
 from tpconvert.planning import make_plan
+from tpconvert.planning.proof.shapes import Fault
 from tpconvert.spec.plan import Plan
 from tpconvert.verify import emulate_module
 
@@ -214,3 +216,26 @@ def test_a_plan_does_not_hang_on_the_callers_grad_mode(mode):
     with mode():
         module, inputs = MODELS["head_norms"]()
         assert make_plan(module, inputs, tp=2) == expected
+
+
+class Beside(nn.Module):
+    """A cut region, and two layers that it does not touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Dropout(0.1), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))) + self.one(x.sin()) + self.two(x.cos())
+
+
+def test_several_modules_that_come_out_wrong_together_leave_it_whole(monkeypatch) -> None:
+    def wrong(module: nn.Module, inputs: object, trace: object, choice: Choice, *more: object) -> list[Fault]:
+        return [Fault(path, "it gives another shape") for path in ("one", "two") if choice.chosen]
+
+    monkeypatch.setattr("tpconvert.planning.make.prove_shapes", wrong)
+    monkeypatch.setattr("tpconvert.planning.slices.prove_shapes", wrong)
+    plan = make_plan(Beside(), {"x": torch.randn(2, 5, 8)}, tp=2)
+    assert not any(v.layout.cut for v in plan.verdicts)
+    assert "one: it gives another shape" in plan["up.weight"].reason

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -168,8 +168,9 @@ class Planning:
         held = both
         if not faults and both is None and (held := self.held_in_training(plan, planner, choice)) is None:
             return None
+        known = set(self.forbidden)
         for fault in faults or (self.otherwise.faults(plan, self.training) if choice.chosen else []):
-            self.learn(fault, planner, choice)
+            self.learn(fault, planner, choice, known)
             held = None
         return self.with_slices(held, planner, choice) if held is not None and both is None else held
 
@@ -240,19 +241,22 @@ class Planning:
             return replace(plan, slices=Slices(why))
         return with_slices(self.module, self.inputs, self.trace, choice, planner, plan, self.training)
 
-    def learn(self, fault: Fault, planner: Planner, choice: Choice) -> None:
-        """A module that came out wrong is rewritten, and if it was already, its axes are given up."""
+    def learn(self, fault: Fault, planner: Planner, choice: Choice, known: Set[Term] | None = None) -> None:
+        """A module that came out wrong is rewritten, and if it was already, its axes are given up.
+
+        Those ``known`` before are what was forbidden when the plan was found that has this fault and others.
+        """
         if fault.module not in self.rewritten and not any(r.module == fault.module for r in planner.last.rewrites):
             self.rewritten[fault.module] = fault.why
             return
         atoms = planner.atoms_inside(fault.module) or {c.atom for c in choice.chosen}
-        self.give_up(dict.fromkeys(atoms, f"{fault.module or 'the model'}: {fault.why}"), choice)
+        self.give_up(dict.fromkeys(atoms, f"{fault.module or 'the model'}: {fault.why}"), choice, known)
 
-    def give_up(self, atoms: Mapping[Term, str], choice: Choice) -> None:
-        """Forbid axes; at least one must be new, or the loop would not end."""
-        if not set(atoms) - set(self.forbidden):
+    def give_up(self, atoms: Mapping[Term, str], choice: Choice, known: Set[Term] | None = None) -> None:
+        """Forbid axes; at least one must be new since the plan was found, or the loop would not end."""
+        if not set(atoms) - (set(self.forbidden) if known is None else known):
             raise PlanError("The plan does not settle: " + "; ".join(dict.fromkeys(atoms.values())) + ".")
-        self.forbidden |= atoms
+        self.forbidden = dict(atoms) | self.forbidden
 
     def _policy(self) -> dict[Term, str]:
         """Axes that the policy of their pattern leaves whole."""
