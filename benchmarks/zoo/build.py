@@ -40,7 +40,7 @@ NARROWED = 3
 """How often a model with many parameters is made narrower."""
 REFUSALS = 8
 """How many refused inputs are looked at for what a configuration lacks."""
-AGAIN = 3
+AGAIN = 6
 """How often what is said again is mended: several numbers may hang together, but not endlessly many."""
 MORE = 3
 """Attempts after the first that runs, while images or sounds are missing."""
