@@ -237,13 +237,13 @@ def test_a_layer_cut_by_itself_is_found_again_wherever_its_parameters_and_result
 
 
 class Narrow(nn.Module):
-    """Layers of few columns between norms, all given one value: its gradient is summed once for all of them."""
+    """Layers of few columns before a norm, all given one value: its gradient is summed once for all of them."""
 
     def __init__(self, layers: int, wide: bool = False, learned: bool = True) -> None:
         super().__init__()
         self.first = nn.Linear(96, 96) if learned else nn.Identity()
         self.narrow = nn.ModuleList(nn.Linear(96, 32) for _ in range(layers))
-        self.norm, self.enter = nn.LayerNorm(32), nn.LayerNorm(96)
+        self.norm, self.enter = nn.LayerNorm(32), nn.Softmax(-1)
         self.up, self.down = nn.Linear(96, 24), nn.Linear(24, 32)
         self.wide = wide
 

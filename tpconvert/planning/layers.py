@@ -1,4 +1,8 @@
-"""Layers that no axis runs through, to be cut by themselves: columns whose results are put together at once."""
+"""Layers to be looked at again: those that no axis runs through, and norms that alone stand in the way of one.
+
+The first are cut by themselves, as columns whose results are put together at once.  The second are taken apart into
+the means that they are made of, which ranks can sum.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,40 @@ from collections.abc import Set
 
 from torch import fx
 
-from tpconvert.analyze.axes.run import is_float
+from tpconvert.analyze.axes.run import Axes, is_float
+from tpconvert.analyze.axes.terms import find
+from tpconvert.analyze.capture.parts import NORMS
 from tpconvert.analyze.capture.run import Call
-from tpconvert.analyze.choice.costs import Costs, Layer
+from tpconvert.analyze.choice.costs import Costs, Layer, is_parameter
+from tpconvert.analyze.flow.once import root_parameter
 from tpconvert.analyze.flow.run import Flow
 from tpconvert.spec.plan import Plan
+
+FEW = 2
+"""Norms of an axis that is one layer's: the width of a model has those of every layer."""
+
+
+def inner_norms(ax: Axes) -> frozenset[str]:
+    """Modules whose norms alone block an axis that one matrix reads, as the inner width of a layer is read.
+
+    What several read is a stream that layers add to: there a norm is better left as it is.
+    """
+    out: set[str] = set()
+    for atom, blocked in ax.blocked.items():
+        calls = [b.node.meta["call"] for b in blocked if b.node.meta["op"] in NORMS]
+        modules = {c.module for c in calls if c is not None and not c.module.startswith("?")}
+        if find(atom) is not atom or len(calls) < len(blocked) or not 0 < len(modules) <= FEW:
+            continue
+        operands = (n for node in ax.contracted.get(atom, ()) for n in node.all_input_nodes)
+        if len({root_parameter(n) for n in operands if is_parameter(n) and len(n.meta["shape"]) > 1}) == 1:
+            out |= modules
+    return frozenset(out)
+
+
+def norms_apart(plan: Plan) -> frozenset[str]:
+    """Modules whose norms a plan has taken apart, as far as their forwards are written anew."""
+    fused = {r.module for r in plan.rewrites if any(str(n.get("target", "")).endswith(tuple(NORMS)) for n in r.nodes)}
+    return frozenset(r.module for r in plan.rewrites) - fused
 
 
 def whole_layers(flow: Flow, plan: Plan, named: Set[str]) -> frozenset[str]:

@@ -32,7 +32,7 @@ from tpconvert.analyze.trace.trees import map_tensors
 from tpconvert.analyze.watch.shadow import Shadow, needs_shadow
 from tpconvert.errors import PlanError, RuleError, VerifyError
 from tpconvert.parallel.calls.kept import refuse_converted
-from tpconvert.planning.layers import cut_parameters, whole_layers
+from tpconvert.planning.layers import cut_parameters, inner_norms, whole_layers
 from tpconvert.planning.proof.held import NotWrittenError, hold
 from tpconvert.planning.proof.otherwise import Otherwise
 from tpconvert.planning.proof.shapes import Fault, prove_shapes
@@ -103,7 +103,11 @@ class Planning:
         self.pinned, self.gathered = named["whole"], named["gathered"] - named["whole"]
         self.trace = captured(module, inputs, load_rules(rules))
         self.rules, self.otherwise = rules, Otherwise(rules)
-        self.begin(Axes(self.trace, self.trace.rules))
+        ax = Axes(self.trace, self.trace.rules)
+        if norms := inner_norms(ax):
+            self.trace = captured(module, inputs, self.trace.rules, norms)
+            ax = Axes(self.trace, self.trace.rules)
+        self.begin(ax)
 
     def begin(self, ax: Axes, known: Training | None = None) -> None:
         """Know nothing but these axes, and what was captured of training for others."""
@@ -290,11 +294,11 @@ def light(module: nn.Module) -> nn.Module:
     return copied(module, memo)
 
 
-def captured(module: nn.Module, inputs: Inputs, rules: Any = None) -> Trace:
+def captured(module: nn.Module, inputs: Inputs, rules: Any = None, apart: Set[str] = frozenset()) -> Trace:
     """The trace of a copy of a module, since forwards may change what they belong to; with shadow values on meta."""
     module = copied(module)
     with eval_mode(module):
-        return capture(module, inputs, shadow=Shadow() if needs_shadow(module) else None, rules=rules)
+        return capture(module, inputs, shadow=Shadow() if needs_shadow(module) else None, rules=rules, apart=apart)
 
 
 class eval_mode:

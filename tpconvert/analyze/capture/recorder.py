@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from tpconvert.analyze.capture.by_values import is_written, shaped_by_values
-from tpconvert.analyze.capture.parts import SPREADS, spread
+from tpconvert.analyze.capture.parts import APART, in_parts
 from tpconvert.analyze.trace.call import Call
 from tpconvert.analyze.trace.entering import Entered
 from tpconvert.analyze.trace.provenance import Expression, Formulas, Int, dims_read
@@ -64,9 +64,11 @@ class Noted(Formulas):
 class Recorder(TorchFunctionMode):
     """Writes a node for each torch function called while it is active."""
 
-    def __init__(self, module: nn.Module, values: bool, shadow: Any, rules: Any, input_gradients: bool) -> None:
+    def __init__(
+        self, module: nn.Module, values: bool, shadow: Any, rules: Any, input_gradients: bool, apart: Set[str]
+    ) -> None:
         super().__init__()
-        self.module, self.values, self.shadow = module, values, shadow
+        self.module, self.values, self.shadow, self.apart = module, values, shadow, apart
         self.rules, self.input_gradients = rules, input_gradients
         self.below = Below(self)
         self.hiding = 0  # more than 0 while the inside of an op is run, which a rule speaks for
@@ -212,8 +214,7 @@ class Recorder(TorchFunctionMode):
         """Run and record an op."""
         if name in QUESTIONS and self.stack:
             asked = {self.node_for(t) for t in tensors_in((args, kwargs))}
-            if not all(map(is_written, asked)):
-                self.stack[-1].asked = self.stack[-1].asked or name
+            self.stack[-1].asked = self.stack[-1].asked or ("" if all(map(is_written, asked)) else name)
             self.read |= asked
         if name in EXPORTS or (name == "__set__" and func.__self__.__name__ == "data"):
             self.read |= {self.node_for(t) for t in tensors_in((args, kwargs))}
@@ -227,10 +228,11 @@ class Recorder(TorchFunctionMode):
             return args[0].dtype
         if name in CONCRETE and self.shadow is None:
             return func(*args, **kwargs)
-        if name in SPREADS:
+        if name in APART:
             with self:
-                if (parts := spread(name, *args, **kwargs)) is not None:
-                    return parts
+                parts = in_parts(name, args, kwargs, bool(self.stack) and self.stack[-1].module in self.apart)
+            if parts is not None:
+                return parts
         if self.values and is_inplace(name, kwargs):
             self.map((tuple(args), kwargs))  # a buffer met here first has the value it had before
         out = self.shadow.execute(self, func, name, args, kwargs) if self.shadow is not None else func(*args, **kwargs)

@@ -17,12 +17,13 @@ Each node carries in ``meta``:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from tpconvert.analyze.capture.idle import without_idle
 from tpconvert.analyze.capture.recorder import Inputs, Recorder, is_inplace, mutated_alias
 from tpconvert.analyze.trace.call import Call, Trace
 from tpconvert.analyze.trace.draws import settled
@@ -52,12 +53,14 @@ def capture(
     shadow: Any = None,
     rules: Any = None,
     drawn: float | None = None,
+    apart: Set[str] = frozenset(),
 ) -> Trace:
     """Record ``module(**inputs)`` (or ``module(*inputs)``) and return its trace.
 
     ``values`` keeps a copy of every op's result.  ``shadow`` answers value questions on meta tensors
     (:class:`tpconvert.analyze.watch.shadow.Shadow`).  ``rules`` say which custom autograd functions are one op, the
     shipped ones unless given.  Floating inputs take part in differentiation: a whole model gives them a gradient.
+    ``apart`` are modules whose norms are recorded as the means and products they are made of.
     Random numbers come from a fixed state; a single one that the forward draws from [0, 1) is ``drawn`` if given.
     Raises SourceError, with the failing line of the module's own code, where the forward fails.
     """
@@ -66,13 +69,13 @@ def capture(
     rules = load_rules() if rules is None else rules
     try:
         with settled(drawn):
-            return _captured(module, inputs, Recorder(module, values, shadow, rules, True), drawn)
+            return _captured(module, inputs, Recorder(module, values, shadow, rules, True, apart), drawn)
     except SourceError:
         if not has_floats(inputs):
             raise
         # a forward that does to its inputs what cannot be differentiated has no gradients of them
         with settled(drawn):
-            return _captured(module, inputs, Recorder(module, values, shadow, rules, False), drawn)
+            return _captured(module, inputs, Recorder(module, values, shadow, rules, False, apart), drawn)
 
 
 def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder, drawn: float | None) -> Trace:
@@ -85,7 +88,7 @@ def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder, drawn: floa
         output = recorder.run(inputs)
     outputs = dict(recorder.slots(output))
     recorder.graph.output(tuple(outputs.values()))
-    return Trace(
+    trace = Trace(
         module,
         recorder.graph,
         recorder.parameters,
@@ -100,7 +103,9 @@ def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder, drawn: floa
         recorder.by_data,
         recorder.rules,
         drawn,
+        frozenset(recorder.apart),
     )
+    return without_idle(trace)
 
 
 @contextmanager

@@ -105,8 +105,13 @@ class Costs:
             if any(atom in leaves(t) for t in self.ax.of(node)):
                 nodes.add(node)
         total = sum(self.elements(node) / self.rows * self.even for node in nodes - self.ax.parts.keys())
+        total += sum(START * self.even**2 for node in nodes if self.in_norm(node))
         parts = [n for n, dims in self.ax.parts.items() if any(atom in leaves(t) for t in dims)]
         return total + sum(map(self.joining, parts))
+
+    def in_norm(self, node: fx.Node) -> bool:
+        """Whether an op is of a norm that was taken apart, whose sums are small and have to start all the same."""
+        return node.meta["call"] is not None and node.meta["call"].module in self.ax.trace.apart
 
     # -- of a choice --------------------------------------------------------------------------------------
 

@@ -79,6 +79,8 @@ class Trace:
     """The op rules it was captured with, by name."""
     drawn: float | None = None
     """What each draw of a single number from [0, 1) gave, where it was asked for."""
+    apart: frozenset[str] = frozenset()
+    """Modules whose norms were recorded as what they are made of."""
 
     @property
     def nodes(self) -> list[fx.Node]:

@@ -153,7 +153,9 @@ class Training:
         try:
             with eval_mode(module, training=training):
                 shadow = Shadow() if needs_shadow(module) else None
-                return capture(module, inputs, shadow=shadow, rules=self.trace.rules, drawn=drawn)
+                return capture(
+                    module, inputs, shadow=shadow, rules=self.trace.rules, drawn=drawn, apart=self.trace.apart
+                )
         except SourceError as error:
             return error.message
 

@@ -12,6 +12,7 @@ from torch import nn
 from tpconvert.analyze.capture.run import Trace, capture
 from tpconvert.analyze.ops.rules import load_rules
 from tpconvert.errors import SourceError
+from tpconvert.planning.layers import norms_apart
 from tpconvert.planning.proof.otherwise import differing, touched
 from tpconvert.planning.proof.ways import ways
 from tpconvert.planning.reproduce import reproduce
@@ -52,7 +53,8 @@ class Lockstep:
 
     def captured(self, inputs: Any) -> Trace:
         """The graph of one call, with values."""
-        return capture(self.module, inputs, values=True, rules=load_rules(self.rules))
+        rules, apart = load_rules(self.rules), norms_apart(self.plan)
+        return capture(self.module, inputs, values=True, rules=rules, apart=apart)
 
     def compare(self, inputs: Any, trace: Trace, mode: str) -> None:
         """Find the plan's axes in a graph, what it asks for, and every op's result."""
