@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.models import MODELS
 from tpconvert.analyze.choice.choose import Choice
 from tpconvert.errors import PlanError, RuleError, SourceError, TPConvertError
 from tpconvert.planning import make_plan
+from tpconvert.planning.make import Planning
 from tpconvert.planning.proof.shapes import Fault
 from tpconvert.spec.plan import Plan
 from tpconvert.verify import emulate_module
@@ -239,3 +241,12 @@ def test_several_modules_that_come_out_wrong_together_leave_it_whole(monkeypatch
     plan = make_plan(Beside(), {"x": torch.randn(2, 5, 8)}, tp=2)
     assert not any(v.layout.cut for v in plan.verdicts)
     assert "one: it gives another shape" in plan["up.weight"].reason
+
+
+def test_other_axes_are_given_up_where_those_of_a_module_are_given_up_already():
+    planning = object.__new__(Planning)
+    planning.rewritten, planning.forbidden = {"late": "other lengths"}, {"inside": "other lengths"}
+    planner = SimpleNamespace(atoms_inside=lambda module: {"inside"})
+    choice = SimpleNamespace(chosen=[SimpleNamespace(atom="before")])
+    planning.learn(Fault("late", "other lengths"), planner, choice, frozenset(["inside"]))
+    assert planning.forbidden.keys() == {"inside", "before"}

@@ -248,12 +248,14 @@ class Planning:
     def learn(self, fault: Fault, planner: Planner, choice: Choice, known: Set[Term] | None = None) -> None:
         """A module that came out wrong is rewritten, and if it was already, its axes are given up.
 
-        Those ``known`` before are what was forbidden when the plan was found that has this fault and others.
+        Those ``known`` before are what was forbidden when the plan was found that has this fault and others.  Where all
+        of the module's are among them, it is other axes that what it does hangs on: values decide.
         """
         if fault.module not in self.rewritten and not any(r.module == fault.module for r in planner.last.rewrites):
             self.rewritten[fault.module] = fault.why
             return
-        atoms = planner.atoms_inside(fault.module) or {c.atom for c in choice.chosen}
+        inside = planner.atoms_inside(fault.module)
+        atoms = inside if inside - (known or set()) else {c.atom for c in choice.chosen}
         self.give_up(dict.fromkeys(atoms, f"{fault.module or 'the model'}: {fault.why}"), choice, known)
 
     def give_up(self, atoms: Mapping[Term, str], choice: Choice, known: Set[Term] | None = None) -> None:
