@@ -14,8 +14,13 @@ from tests.analyze.test_flow import cut
 from tests.equal import difference
 from tests.zoo.frame import floats, seeded
 from tpconvert.analyze.capture.parts import NORMS
+from tpconvert.errors import PlanError
+from tpconvert.formats.dtensor import ABILITIES
+from tpconvert.formats.express import express
 from tpconvert.parallel import dry_mesh, parallelize
 from tpconvert.planning import make_plan
+from tpconvert.planning.layers import norms_apart
+from tpconvert.spec.plan import Plan
 from tpconvert.verify.run import emulate_module
 
 
@@ -121,3 +126,24 @@ def test_a_norm_taken_apart_is_what_torch_gives(dtype: torch.dtype, error: float
 
 def test_a_norm_whose_least_size_is_its_dtypes_is_left_as_it_is() -> None:
     assert NORMS["rms_norm"](floats(2, 3), (3,)) is None
+
+
+def test_norms_that_no_forward_is_written_anew_for_are_whole_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever reads the plan would see the norm as one op, and its width cut."""
+    given = {"x": floats(2, 5, 16)}
+    tries: list[Plan] = []
+
+    def none_at_first(plan: Plan) -> frozenset[str]:
+        tries.append(plan)
+        return frozenset() if len(tries) == 1 else norms_apart(plan)
+
+    monkeypatch.setattr("tpconvert.planning.make.norms_apart", none_at_first)
+    plan = make_plan(seeded(SubNorm, 16), given, tp=2)
+    assert norms_apart(tries[0]) == {"norm"} and tries[0]["norm.weight"].layout.cut
+    assert norms_apart(plan) == frozenset() and not plan["norm.weight"].layout.cut
+    assert emulate_module(seeded(SubNorm, 16), given, plan).equal
+
+
+def test_a_plan_with_norms_apart_is_seen_with_them_apart_where_it_is_told_in_other_words() -> None:
+    with pytest.raises(PlanError, match="the forward of norm is written anew"):
+        express(seeded(SubNorm, 16), {"x": floats(2, 5, 16)}, tp=2, abilities=ABILITIES)

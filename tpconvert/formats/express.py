@@ -14,6 +14,7 @@ from torch import nn
 from tpconvert.analyze.capture.run import Inputs
 from tpconvert.errors import PlanError, VerifyError
 from tpconvert.formats.layerwise import Layers, Misfit, Style, cut_within, layers
+from tpconvert.planning.layers import norms_apart
 from tpconvert.planning.make import captured, light, make_plan
 from tpconvert.planning.reproduce import reproduce
 from tpconvert.spec.plan import Edit, Plan
@@ -70,6 +71,8 @@ def express(
     while True:
         pinned = [f"{_escaped(name)}=whole" for name in whole]
         plan = make_plan(module, inputs, tp=tp, overrides=[*overrides, *pinned], rules=rules, source=source)
+        if (apart := norms_apart(plan)) != trace.apart:
+            trace = captured(module, inputs, None, apart)
         try:
             flow = reproduce(trace, plan, [Path(r) for r in rules]).choice.flow
         except VerifyError as error:

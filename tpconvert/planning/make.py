@@ -32,7 +32,7 @@ from tpconvert.analyze.trace.trees import map_tensors
 from tpconvert.analyze.watch.shadow import Shadow, needs_shadow
 from tpconvert.errors import PlanError, RuleError, VerifyError
 from tpconvert.parallel.calls.kept import refuse_converted
-from tpconvert.planning.layers import cut_parameters, inner_norms, whole_layers
+from tpconvert.planning.layers import cut_parameters, inner_norms, norms_apart, whole_layers
 from tpconvert.planning.proof.held import NotWrittenError, hold
 from tpconvert.planning.proof.otherwise import Otherwise
 from tpconvert.planning.proof.shapes import Fault, prove_shapes
@@ -121,16 +121,30 @@ class Planning:
 
     def run(self) -> Plan:
         """The plan that holds; layers that it leaves whole are then cut by themselves, where asked for and worth it."""
-        plan = self.without_reached(self.settle())
+        plan = self.with_few_apart()
         layers = whole_layers(self.flow, plan, self.gathered)
         if not layers:
             return plan
         self.begin(Axes(self.trace, self.trace.rules, layers), self.training)
         try:
-            other = self.without_reached(self.settle())
+            other = self.with_few_apart(layers)
         except PlanError:
             return plan
         return max(plan, other, key=cut_parameters)
+
+    def with_few_apart(self, layers: frozenset[str] = frozenset()) -> Plan:
+        """A plan that holds, and no norms apart but those in forwards that it writes anew.
+
+        Whoever reads the plan takes these apart too, and knows of no others.
+        """
+        while True:
+            plan = self.without_reached(self.settle())
+            kept = norms_apart(plan) & self.trace.apart
+            if kept == self.trace.apart:
+                return plan
+            self.trace = captured(self.module, self.inputs, self.trace.rules, kept)
+            self.otherwise = Otherwise(self.rules)
+            self.begin(Axes(self.trace, self.trace.rules, layers))
 
     def without_reached(self, plan: Plan) -> Plan:
         """The plan, in which what was called in training or another way is no longer unreached."""
