@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.train.tiny import make_folder, make_text, train_plainly
 from tpconvert.checkpoint import merge, read_plan
 from tpconvert.errors import ConfigError, TrainError
+from tpconvert.parallel import Mesh
 from tpconvert.train.loop import seed_micro_batch, train
 from tpconvert.train.model.open import build, open_module
 from tpconvert.train.saving import state
@@ -252,3 +253,17 @@ def test_an_output_that_cannot_be_written_is_told_before_training(tmp_path: Path
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match=r"run: nothing can be written there \(.*\)\. Choose another --output\."):
         train(make_folder(tmp_path / "model", 1), settings(tmp_path), make_mesh(1), output=tmp_path / "run")
+
+
+def test_backward_runs_in_the_thread_of_forward(tmp_path: Path):
+    asked = []
+
+    def stopped() -> bool:
+        asked.append(torch._C._is_multithreading_enabled())
+        return False
+
+    mesh = Mesh(0, 1, None, torch.device("cpu"))
+    train(
+        make_folder(tmp_path / "model", 1), settings(tmp_path, steps=1), mesh, output=tmp_path / "run", stopped=stopped
+    )
+    assert asked and not any(asked) and torch._C._is_multithreading_enabled()

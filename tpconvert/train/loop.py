@@ -103,7 +103,8 @@ def train(
         metrics.watch = Watch(run.output, config.profile, config.logging.split_every, gpu=mesh.device.type == "cuda")
         metrics.work = work_of(run, examples.train.step_size if examples.full else 0, trust_remote_code)
     try:
-        return run_steps(run, model, optimizer, examples, metrics, progress, stopped)
+        with torch.autograd.set_multithreading_enabled(False):  # another thread would only launch later
+            return run_steps(run, model, optimizer, examples, metrics, progress, stopped)
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error, config, mesh, model.module, optimizer) from None
     finally:
