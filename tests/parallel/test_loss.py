@@ -1,6 +1,7 @@
 """Cross entropy over cut logits equals F.cross_entropy of the whole ones, forward and backward, to 1e-12."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -84,6 +85,28 @@ def test_wide_logits_never_exist_whole(monkeypatch, shifted, terms):
     assert largest.sizes[torch.float32] == 4 * words
     torch.testing.assert_close(mine.double(), whole, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(logits.grad, grad, rtol=2**-8, atol=1e-7)
+
+
+class Count(TorchDispatchMode):
+    """How often each op is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.overloadpacket._qualified_op_name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_what_is_small_is_done_once_for_all_pieces(monkeypatch, softcap):
+    monkeypatch.setattr(loss, "PIECE", 2 * WORDS)
+    logits = torch.randn(8, WORDS, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
+    with Count() as count:
+        cross_entropy(logits, torch.arange(8), Mesh(0, 1, None, torch.device("cpu")), (Block(WORDS),), softcap=softcap)
+    assert count.calls["aten::exp_"] == 4
+    assert count.calls["aten::gather"] == count.calls["aten::amax"] == 1
 
 
 def masked_words(mesh):

@@ -83,8 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits_NV_r: Tensor, targets_N: Tensor, parts: Parts, mesh: Mesh, terms: Terms) -> Tensor:
         valid_N = targets_N != terms.ignore_index
         rows_N, held_N = local_rows(torch.where(valid_N, targets_N, 0), parts)
-        sums = [_sums(x, rows, terms) for x, rows in _pieces(logits_NV_r, rows_N)]
-        lse_N, target_N, *total_N = (torch.cat(s).view(targets_N.shape) for s in zip(*sums, strict=True))
+        lse_N, target_N, *total_N = _sums(logits_NV_r, rows_N, terms)
         every_RKN = every(torch.stack([lse_N, torch.where(held_N, target_N, 0), *total_N]), mesh)
         lse_N = every_RKN[:, 0].logsumexp(0)
         loss_N = lse_N - (1 - terms.label_smoothing) * every_RKN[:, 1].sum(0)
@@ -105,18 +104,18 @@ class _CrossEntropy(torch.autograd.Function):
         logits_NV_r, lse_N, rows_N, held_N, valid_N = ctx.saved_tensors
         size, terms = ctx.given
         grad_N = torch.where(valid_N, grad_N, 0)
-        scale_N = grad_N * (1 + 2 * terms.z_loss * lse_N)
-        at_target_N = torch.where(held_N, -(1 - terms.label_smoothing) * grad_N, 0)
-        evenly_N = terms.label_smoothing / size * grad_N
+        scale_N = grad_N * (1 + 2 * terms.z_loss * lse_N) if terms.z_loss else grad_N
+        at_target_N = torch.where(held_N, (terms.label_smoothing - 1) * grad_N, 0)
+        smooth = [terms.label_smoothing / size * grad_N] if terms.label_smoothing else []
         g_NV_r = torch.empty_like(logits_NV_r, memory_format=torch.contiguous_format)
-        given = (logits_NV_r, lse_N, rows_N, scale_N, at_target_N, evenly_N)
-        for out, x, lse, rows, scale, at_target, evenly in _pieces(g_NV_r, *given):
+        rowwise = [t.unsqueeze(-1) for t in (lse_N, rows_N, scale_N, at_target_N, *smooth)]
+        for out, x, lse, rows, scale, at_target, *evenly in _pieces(g_NV_r, logits_NV_r, *rowwise):
             x = terms.capped(x)
-            g = (x - lse.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1))
-            if terms.label_smoothing:
-                g.sub_(evenly.unsqueeze(-1))
+            g = (x - lse).exp_().mul_(scale)
+            for each in evenly:
+                g.sub_(each)
             if g.shape[-1]:
-                g.scatter_add_(-1, rows.unsqueeze(-1), at_target.unsqueeze(-1))
+                g.scatter_add_(-1, rows, at_target)
             out.copy_(g.mul_(1 - (x / terms.softcap).square_()) if terms.softcap else g)
         return g_NV_r, None, None, None, None
 
@@ -133,18 +132,25 @@ class _Final(torch.autograd.Function):
         raise RuntimeError("Cross entropy of cut logits can be differentiated once.")
 
 
-def _sums(x_NV_r: Tensor, rows_N: Tensor, terms: Terms) -> list[Tensor]:
-    """Of a piece: the logarithm of the sum of exponentials, the target's logit, and with smoothing the plain sum."""
-    x_NV_r, wide = terms.capped(x_NV_r), _wide(x_NV_r)
-    if not x_NV_r.shape[-1]:
-        none_N = x_NV_r.new_zeros(rows_N.shape, dtype=wide)
+def _sums(logits_NV_r: Tensor, rows_N: Tensor, terms: Terms) -> list[Tensor]:
+    """The logarithm of the sum of exponentials, the target's logit, and with smoothing the plain sum.
+
+    What makes nothing wide of the logits' size is done for all tokens at once: launches cost, too.
+    """
+    wide, capped = _wide(logits_NV_r), terms.capped
+    if not logits_NV_r.shape[-1]:
+        none_N = logits_NV_r.new_zeros(rows_N.shape, dtype=wide)
         return [none_N - torch.inf, none_N, none_N][: 3 if terms.label_smoothing else 2]
-    target_N = x_NV_r.gather(-1, rows_N.unsqueeze(-1)).squeeze(-1).to(wide)
-    total_N = [x_NV_r.sum(-1, dtype=wide)] if terms.label_smoothing else []
-    top_N = x_NV_r.amax(-1).to(wide)
+    target_N = capped(logits_NV_r.gather(-1, rows_N.unsqueeze(-1)).squeeze(-1)).to(wide)
+    top_N = capped(logits_NV_r.amax(-1)).to(wide)  # a cap leaves the largest the largest
     top_N = torch.where(top_N == -torch.inf, 0, top_N)  # words that are all masked have no part in the sum
-    lse_N = top_N + (x_NV_r - top_N.unsqueeze(-1)).exp_().sum(-1).log()
-    return [lse_N, target_N, *total_N]
+    sums: list[list[Tensor]] = []
+    for x, top in _pieces(logits_NV_r, top_N.unsqueeze(-1)):
+        x = capped(x)
+        total = [x.sum(-1, dtype=wide)] if terms.label_smoothing else []
+        sums.append([(x - top).exp_().sum(-1), *total])
+    exp_N, *total_N = (torch.cat(s).view(rows_N.shape) for s in zip(*sums, strict=True))
+    return [top_N + exp_N.log(), target_N, *total_N]
 
 
 def _pieces(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
