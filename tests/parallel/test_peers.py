@@ -138,7 +138,7 @@ def test_a_region_ends_in_two_waves_where_each_is_worth_a_copy(monkeypatch, toke
     layer.become((2048, 16), mesh, True, given)
     layer.tp_hides = hides
     asked = []
-    monkeypatch.setattr(layers, "reduce", lambda y, mesh: asked.append(1) or y)
+    monkeypatch.setattr(layers, "summed_product", lambda x, w, mesh: asked.append(1) or x @ w.t())
     monkeypatch.setattr(layers, "reduced_product", lambda x, w, waves, mesh: asked.append(waves) or x @ w.t())
     layer(torch.zeros(1, tokens, 8))
     assert asked == [wanted]

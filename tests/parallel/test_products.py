@@ -39,7 +39,8 @@ def twice(model):
 
 def alike(mesh, plan, options, changed):
     model = parallelize(model_of("llama", 2, "eager").double(), Plan.loads(plan), mesh, **options)
-    with set_to(layers, LEAST=1, **({"was_gathered": lambda x: False} if changed == "gathered" else {})):
+    others = {"gathered": {"was_gathered": lambda x: False}, "plain": {"PLAIN": ()}}
+    with set_to(layers, LEAST=1, **others.get(changed, {})):
         if changed == "waves":
             for layer in model.modules():
                 vars(layer).update({"tp_waves": 1} if hasattr(layer, "tp_waves") else {})
@@ -47,7 +48,9 @@ def alike(mesh, plan, options, changed):
 
 
 @pytest.mark.parametrize(
-    ("options", "changed"), [({"waves": 3}, "waves"), ({"sequence_parallel": True}, "gathered")], ids=["waves", "again"]
+    ("options", "changed"),
+    [({}, "plain"), ({"waves": 3}, "waves"), ({"sequence_parallel": True}, "gathered")],
+    ids=["in place", "waves", "again"],
 )
 def test_a_product_with_its_collective_is_the_plain_one(run_ranks, options, changed):
     inputs = {"input_ids": torch.randint(0, WORDS, TOKENS)}
@@ -159,3 +162,28 @@ def test_what_is_gathered_again_is_on_its_way_while_the_gradient_of_the_input_is
     names = run_ranks(ops_of_backward, 2)[0]
     gathers = [at for at, name in enumerate(names) if "allgather" in name]
     assert len(gathers) == 1 and gathers[0] < min(at for at, name in enumerate(names) if name.endswith("mm"))
+
+
+def sum_of_a_product(mesh, frozen):
+    """The ops of a sum of products, and the elements that are kept for its backward."""
+    x, weight = torch.ones(1, 2, 3).requires_grad_(), torch.ones(5, 3, requires_grad=not frozen)
+    kept = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t),
+        Names() as called,
+    ):
+        y = products.summed_product(x, weight, mesh)
+    y.sum().backward()
+    assert y.tolist() == [[[6.0] * 5] * 2] and x.grad.tolist() == [[[5.0] * 3] * 2]
+    assert weight.grad is None if frozen else weight.grad.tolist() == [[2.0] * 3] * 5
+    return called.names, kept
+
+
+def test_a_product_is_summed_where_it_is(run_ranks):
+    names, kept = run_ranks(sum_of_a_product, 2, False)[0]
+    assert any("allreduce" in name for name in names) and not any("clone" in name or "copy" in name for name in names)
+    assert kept == [6, 15]
+
+
+def test_a_frozen_weight_keeps_no_input(run_ranks):
+    assert run_ranks(sum_of_a_product, 2, True)[0][1] == [15]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,8 @@ class Selection:
     crossings: tuple[Crossing, ...]
     calls: Calls
     index: int = 0
+    numbered: bool = False
+    """Whether any of them is for some of the calls only."""
 
     def count(self, module: nn.Module, args: Any) -> None:
         """Hook: one more call.  A call outside the root's forward is a recomputation (activation checkpointing)."""
@@ -123,8 +125,10 @@ class Selection:
         chosen = (c.boundary for c in self.crossings if c.boundary.call in (-1, index))
         return [(b.kind, b.side, b.slots, b.dim, b.blocks, b.span) for b in chosen]
 
-    def now(self, crossings: tuple[Crossing, ...]) -> list[Crossing]:
+    def now(self, crossings: tuple[Crossing, ...]) -> Sequence[Crossing]:
         """Those of ``crossings`` that belong to the current call."""
+        if not self.numbered:
+            return crossings
         return [c for c in crossings if c.boundary.call in (-1, self.index)]
 
 
@@ -200,7 +204,7 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) 
         module = root.get_submodule(path)
         selection = Selection(path, tuple(crossings), calls)
         if numbered := [c.boundary.calls for c in crossings if c.boundary.call >= 0]:
-            calls.planned[path] = max(numbered)
+            calls.planned[path], selection.numbered = max(numbered), True
             module.register_forward_pre_hook(selection.count)
         if at_input := tuple(c for c in crossings if c.boundary.side == "input"):
             module.register_forward_pre_hook(AtInput(selection, at_input), with_kwargs=True)

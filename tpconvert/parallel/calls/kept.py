@@ -33,8 +33,14 @@ class Part:
     holder: nn.Module
     name: str
     module: nn.Module
-    parameters: tuple[str, ...]
+    parameters: frozenset[str]
     """Those of its own that are not whole."""
+
+    def there(self) -> bool:
+        """Whether it is as it was; asked before each call, so at little cost."""
+        module = self.module
+        held = module._parameters.keys()
+        return self.holder._modules.get(self.name) is module and held >= self.parameters
 
     def check(self) -> None:
         """Raise PlanError where another stands in its place; one that only wraps it, as compiling does, may."""
@@ -42,7 +48,7 @@ class Part:
         if now is not self.module and not _wraps(now, self.module):
             what = "is gone" if now is None else f"is now a {type(now).__name__}"
             raise PlanError(f"{self.path}: it was replaced after the conversion and {what}.", hint=CHANGE_FIRST)
-        for name in self.parameters:
+        for name in sorted(self.parameters):
             if name not in self.module._parameters:
                 raise PlanError(f"{self.path}.{name}: it was replaced after the conversion.", hint=CHANGE_FIRST)
 
@@ -57,7 +63,8 @@ class Kept:
         """Look at each."""
         if not torch.compiler.is_compiling():
             for part in self.parts:
-                part.check()
+                if not part.there():
+                    part.check()
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ def keep(root: nn.Module, plan: Plan) -> None:
     of_caller: dict[str, list[Part]] = {}
     for path in sorted(spoken_of - {""}):
         above, _, name = path.rpartition(".")
-        part = Part(path, root.get_submodule(above), name, root.get_submodule(path), tuple(cut.get(path, ())))
+        part = Part(path, root.get_submodule(above), name, root.get_submodule(path), frozenset(cut.get(path, ())))
         of_caller.setdefault(_caller(root, above), []).append(part)
     for path, parts in of_caller.items():
         root.get_submodule(path).register_forward_pre_hook(Kept(tuple(parts)))

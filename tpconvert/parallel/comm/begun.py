@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpconvert.parallel.comm.collectives import copies, joined_slices
-from tpconvert.parallel.comm.mesh import Mesh
+from tpconvert.parallel.comm.mesh import Mesh, joined_shape, one_run
 from tpconvert.parallel.comm.peers import gather_into
 
 
@@ -25,17 +25,18 @@ def begin_join(x: Tensor, dim: int, mesh: Mesh) -> Callable[[], Tensor]:
     """Begin joined_slices, of eager code; what is returned gives the tensor, once it is there."""
     if mesh.group is None:
         return lambda: joined_slices(x, dim, mesh)
-    row, out = x.contiguous().unsqueeze(0), x.new_empty([mesh.degree, *x.shape])
+    part = x.contiguous()
+    shape, whole = joined_shape(x, dim, mesh), one_run(x, dim)
+    out = x.new_empty(shape if whole else [mesh.degree, *x.shape])
     wait: Callable[[], object]
     if copies(x, mesh):
-        sent = mesh.peers.send(row, "gather")
-        wait = partial(mesh.peers.receive, sent, out)
+        sent = mesh.peers.send(part.unsqueeze(0), "gather")
+        wait = partial(mesh.peers.receive, sent, out.view(mesh.degree, *x.shape))
     else:
-        wait = gather_into(out, row, mesh.group, async_op=True).wait
+        wait = gather_into(out.view(-1), part.view(-1), mesh.group, async_op=True).wait
 
     def end() -> Tensor:
         wait()
-        shape = [n * (mesh.degree if i == dim else 1) for i, n in enumerate(x.shape)]
-        return out.movedim(0, dim).reshape(shape).contiguous()
+        return out if whole else out.movedim(0, dim).reshape(shape).contiguous()
 
     return end

@@ -6,9 +6,9 @@ changes the shape.  Eager code calls c10d; code being compiled uses functional c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from tpconvert.errors import PlanError
-from tpconvert.parallel.comm.mesh import Mesh, Ranks
+from tpconvert.parallel.comm.mesh import Mesh, Ranks, joined_shape, one_run, slice_size
 from tpconvert.parallel.comm.peers import gather_into, scatter_into
 from tpconvert.spec.layout import Block, Layout, Piece
 
@@ -45,18 +45,26 @@ class Parts:
 
 def parts_of(dim: int, blocks: Sequence[Block], mesh: Mesh) -> Parts:
     """The parts of a dim that is dealt as ``blocks``."""
-    layout = Layout(dim, tuple(blocks))
+    made = _parts if torch.compiler.is_compiling() else _known_parts
+    return made(Layout(dim, tuple(blocks)), mesh.rank, mesh.degree)
+
+
+def _parts(layout: Layout, rank: int, degree: int) -> Parts:
     shared: dict[Ranks, list[Piece]] = {}
-    for piece, ranks in layout.shared(mesh.rank, mesh.degree):
+    for piece, ranks in layout.shared(rank, degree):
         shared.setdefault(ranks, []).append(piece)
+    assert layout.dim is not None
     return Parts(
-        dim=dim,
-        size=sum(b.size for b in blocks),
-        pieces=tuple(layout.pieces(mesh.rank, mesh.degree)),
-        sizes=tuple(layout.local_size(r, mesh.degree) for r in range(mesh.degree)),
-        runs=tuple(_runs(layout, mesh.degree)),
+        dim=layout.dim,
+        size=sum(b.size for b in layout.blocks),
+        pieces=tuple(layout.pieces(rank, degree)),
+        sizes=tuple(layout.local_size(r, degree) for r in range(degree)),
+        runs=tuple(_runs(layout, degree)),
         shared=tuple((ranks, tuple(pieces)) for ranks, pieces in shared.items()),
     )
+
+
+_known_parts = lru_cache(64)(_parts)  # a loss asks for the same ones in each step
 
 
 def _runs(layout: Layout, degree: int) -> list[tuple[int, int, int]]:
@@ -174,7 +182,7 @@ def _collective(x: Tensor, there: Way, back: Way, given: tuple[Any, ...]) -> Ten
     """``there(x, *given)``, whose backward is ``back(grad, *given)`` and can be differentiated in turn."""
     if transformed():
         return _Transformed.apply(x, there, back, given)
-    return _Collective.apply(x, there, back, given) if torch.is_grad_enabled() else there(x, *given)
+    return _Collective.apply(x, (there, back, given)) if torch.is_grad_enabled() else there(x, *given)
 
 
 def transformed() -> bool:
@@ -183,18 +191,20 @@ def transformed() -> bool:
 
 
 class _Collective(torch.autograd.Function):
-    """What autograd alone needs."""
+    """What autograd alone needs; all but the tensor in one argument, since torch looks at each of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Way, back: Way, given: tuple[Any, ...]) -> Tensor:
-        ctx.there, ctx.back, ctx.given = there, back, given
+    def forward(ctx: Any, x: Tensor, ways: tuple[Way, Way, tuple[Any, ...]]) -> Tensor:
+        ctx.ways = ways
+        there, _, given = ways
         return there(x, *given)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        there, back, given = ctx.ways
         if torch.is_grad_enabled():
-            return _collective(grad, ctx.back, ctx.there, ctx.given), None, None, None
-        return ctx.back(grad, *ctx.given), None, None, None
+            return _collective(grad, back, there, given), None
+        return back(grad, *given), None
 
 
 class _Transformed(torch.autograd.Function):
@@ -268,6 +278,17 @@ def summed(x: Tensor, mesh: Mesh) -> Tensor:
     return mesh.peers.exchange(x, "sum") if copies(x, mesh) else _all_reduce(x, "sum", mesh.group)
 
 
+def summed_own(x: Tensor, mesh: Mesh) -> Tensor:
+    """The sum over tp ranks of a value that nobody else holds: where it is, unless GPUs copy."""
+    if mesh.group is None:
+        return x
+    x = x.contiguous()
+    if _exchanged(x, mesh):
+        return mesh.peers.exchange(x, "sum")
+    dist.all_reduce(x, dist.ReduceOp.SUM, mesh.group)
+    return x
+
+
 def largest(x: Tensor, mesh: Mesh) -> Tensor:
     """A new tensor: the elementwise maximum over tp ranks."""
     return x if mesh.group is None else _all_reduce(x, "max", mesh.group)
@@ -306,9 +327,9 @@ def joined_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """
     if mesh.group is None:
         return x.new_zeros([n + (i == dim) for i, n in enumerate(x.shape)])
-    shape = [n * (mesh.degree if i == dim else 1) for i, n in enumerate(x.shape)]
-    if math.prod(x.shape[:dim]) == 1:
-        return _all_gather(x.contiguous().unsqueeze(0), mesh, shape)
+    shape = joined_shape(x, dim, mesh)
+    if one_run(x, dim):
+        return _all_gather(x.contiguous(), mesh, shape)
     return _all_gather(x.contiguous().unsqueeze(0), mesh).movedim(0, dim).reshape(shape).contiguous()
 
 
@@ -317,6 +338,8 @@ def summed_slice(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     if mesh.group is None:
         return own_slice(x, dim, mesh)
     size = slice_size(x, dim, mesh)
+    if one_run(x, dim) and not torch.compiler.is_compiling():
+        return _reduce_scatter(x.contiguous(), mesh, [size if i == dim else n for i, n in enumerate(x.shape)])
     return _reduce_scatter(x.unflatten(dim, (mesh.degree, size)).movedim(dim, 0).contiguous(), mesh)
 
 
@@ -328,18 +351,6 @@ def own_slice(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     return take(x, dim, [(mesh.rank * size, (mesh.rank + 1) * size)])
 
 
-def slice_size(x: Tensor, dim: int, mesh: Mesh) -> int:
-    """The length of each rank's slice.  Raises PlanError where ranks would not get equally much."""
-    size, left = x.shape[dim] // mesh.degree, x.shape[dim] % mesh.degree  # no divmod: it does not compile
-    if left:
-        raise PlanError(
-            f"A sequence of {x.shape[dim]} cannot be shared equally by {mesh.degree} ranks "
-            f"({x.shape[dim]} % {mesh.degree} is {left}).",
-            hint=f"Pad it to {x.shape[dim] + mesh.degree - left}, or convert without sequence_parallel.",
-        )
-    return size
-
-
 def _all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         return functional.all_reduce(x.contiguous(), op, group)
@@ -349,32 +360,35 @@ def _all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_gather(x: Tensor, mesh: Mesh, shape: Sequence[int] | None = None) -> Tensor:
-    """The ranks' tensors along dim 0, in a tensor of that shape, which is no view of another."""
-    joined = [len(x) * mesh.degree, *x.shape[1:]]
+    """The ranks' tensors one after the other in memory, in a tensor of that shape, which is no view of another."""
     if torch.compiler.is_compiling():
         traced = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-        return traced(x, 0, mesh.group).view(shape or joined)
-    out = x.new_empty(shape or joined)
-    if copies(x, mesh):
-        mesh.peers.receive(mesh.peers.send(x, "gather"), out.view(joined))
+        return traced(x, 0, mesh.group) if shape is None else traced(x.unsqueeze(0), 0, mesh.group).view(shape)
+    out = x.new_empty([len(x) * mesh.degree, *x.shape[1:]] if shape is None else shape)
+    if _exchanged(x, mesh):
+        mesh.peers.receive(mesh.peers.send(x.unsqueeze(0), "gather"), out.view(mesh.degree, *x.shape))
     else:
-        gather_into(out.view(joined), x, mesh.group)
+        gather_into(out.view(-1), x.view(-1), mesh.group)
     return out
 
 
-def _reduce_scatter(x: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's index of dim 0 of the sum, in a tensor that is no view of another."""
+def _reduce_scatter(x: Tensor, mesh: Mesh, shape: Sequence[int] | None = None) -> Tensor:
+    """This rank's share of the memory of the sum, by default its index of dim 0; in a tensor that is no view."""
     if torch.compiler.is_compiling():
         traced = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
         return traced(x, "sum", 0, mesh.group).squeeze(0)
-    out = x.new_empty(x.shape[1:])
-    if copies(x, mesh):
-        mesh.peers.receive(mesh.peers.send(x, "scatter"), out.unsqueeze(0))
+    out = x.new_empty(x.shape[1:] if shape is None else shape)
+    if _exchanged(x, mesh):
+        mesh.peers.receive(mesh.peers.send(x.view(mesh.degree, *out.shape), "scatter"), out.unsqueeze(0))
     else:
-        scatter_into(out.unsqueeze(0), x, mesh.group)
+        scatter_into(out.view(-1), x.view(-1), mesh.group)
     return out
 
 
 def copies(x: Tensor, mesh: Mesh) -> bool:
     """Whether eager code lets two GPUs exchange it themselves; compiled layers have a pass that does."""
-    return not torch.compiler.is_compiling() and mesh.peers is not None and mesh.peers.takes(x)
+    return not torch.compiler.is_compiling() and _exchanged(x, mesh)
+
+
+def _exchanged(x: Tensor, mesh: Mesh) -> bool:
+    return mesh.peers is not None and mesh.peers.takes(x)

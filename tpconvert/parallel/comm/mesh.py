@@ -10,12 +10,14 @@ World ranks of tp=2, dp=3; tp ranks are neighbours, so that they share the faste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tpconvert.errors import PlanError
 from tpconvert.parallel.comm.peers import LEAST, Peers, connect
@@ -139,6 +141,30 @@ def _peers(group: dist.ProcessGroup, device: torch.device, collectives: str) -> 
 def dry_mesh(rank: int, degree: int, *, device: torch.device | str = "meta") -> Mesh:
     """A mesh of ``degree`` whose other ranks do not exist, for trying a plan's shapes."""
     return Mesh(rank, degree, None, torch.device(device))
+
+
+def slice_size(x: Tensor, dim: int, mesh: Mesh) -> int:
+    """The length of each rank's slice.  Raises PlanError where ranks would not get equally much."""
+    size, left = x.shape[dim] // mesh.degree, x.shape[dim] % mesh.degree  # no divmod: it does not compile
+    if left:
+        raise PlanError(
+            f"A sequence of {x.shape[dim]} cannot be shared equally by {mesh.degree} ranks "
+            f"({x.shape[dim]} % {mesh.degree} is {left}).",
+            hint=f"Pad it to {x.shape[dim] + mesh.degree - left}, or convert without sequence_parallel.",
+        )
+    return size
+
+
+def joined_shape(x: Tensor, dim: int, mesh: Mesh) -> list[int]:
+    """The shape of :func:`joined_slices`."""
+    shape = list(x.shape)
+    shape[dim] *= mesh.degree
+    return shape
+
+
+def one_run(x: Tensor, dim: int) -> bool:
+    """Whether a slice along ``dim`` lies in one run of memory, as one sequence does, so that nothing need be copied."""
+    return math.prod(x.shape[:dim]) == 1
 
 
 def _restore(rank: int, degree: int, device: str, connected: tuple[Ranks, ...], collectives: str = "auto") -> Mesh:

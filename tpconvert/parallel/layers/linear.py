@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tpconvert.errors import PlanError
-from tpconvert.parallel.comm.collectives import Parts, reduce
+from tpconvert.parallel.comm.collectives import Parts, reduce, transformed
 from tpconvert.parallel.comm.mesh import Mesh
-from tpconvert.parallel.layers.products import gathered_product, reduced_product, was_gathered
+from tpconvert.parallel.layers.products import gathered_product, reduced_product, summed_product, was_gathered
 
+PLAIN = (Tensor, nn.Parameter)
+"""Weights that are no class of their own, which may compute products in another way."""
 LEAST = 256
 """Tokens of a wave at least: fewer are computed no faster, and summed no faster."""
 
@@ -41,11 +43,9 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """This rank's features; of an input that was gathered from slices, a backward keeps the slice only."""
-        if self.product is not F.linear:
-            return self.product(x_BI, self.weight, self.bias)
-        if not (was_gathered(x_BI) and self._parameters["weight"].requires_grad):
-            return super().forward(x_BI)
         weight_OI, bias_O = self.weight, self.bias
+        if self.product is not F.linear or not (was_gathered(x_BI) and weight_OI.requires_grad):
+            return self.product(x_BI, weight_OI, bias_O)
         if torch.is_autocast_enabled(x_BI.device.type):
             dtype = torch.get_autocast_dtype(x_BI.device.type)
             weight_OI, bias_O = weight_OI.to(dtype), None if bias_O is None else bias_O.to(dtype)
@@ -87,22 +87,26 @@ class RowParallelLinear(nn.Linear):
         return y_BO if bias_O is None else y_BO + bias_O.to(y_BO.dtype)
 
     def _summed(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
-        tokens = math.prod(x_BI.shape[:-1])
-        other = self.product is not F.linear or self.tp_mesh.dry
-        waves = self.tp_waves or self._waves(tokens, x_BI)
-        if other or waves == 1 or tokens < waves * LEAST:
+        waves = self._waves(x_BI)
+        other = self.product is not F.linear or self.tp_mesh.dry or x_BI.dim() < 2
+        if other or (waves == 1 and (type(weight_OI) not in PLAIN or transformed())):
             return reduce(self.product(x_BI, weight_OI), self.tp_mesh)
         if torch.is_autocast_enabled(x_BI.device.type):
             dtype = torch.get_autocast_dtype(x_BI.device.type)
             x_BI, weight_OI = x_BI.to(dtype), weight_OI.to(dtype)
-        y_NO = reduced_product(x_BI.reshape(tokens, -1), weight_OI, waves, self.tp_mesh)
+        if waves == 1:
+            return summed_product(x_BI, weight_OI, self.tp_mesh)
+        y_NO = reduced_product(x_BI.flatten(0, -2), weight_OI, waves, self.tp_mesh)
         return y_NO.view(*x_BI.shape[:-1], len(weight_OI))
 
-    def _waves(self, tokens: int, x_BI: Tensor) -> int:
-        peers = self.tp_mesh.peers
-        if peers is None or not self.tp_hides or tokens < 2 * LEAST:
+    def _waves(self, x_BI: Tensor) -> int:
+        waves, peers = self.tp_waves, self.tp_mesh.peers
+        if waves == 1 or (waves is None and (peers is None or not self.tp_hides)):
             return 1
-        return 2 if tokens * self.out_features * x_BI.element_size() >= 2 * peers.least else 1
+        tokens = math.prod(x_BI.shape[:-1])
+        if waves is None:
+            waves = 2 if tokens * self.out_features * x_BI.element_size() >= 2 * peers.least else 1
+        return waves if tokens >= waves * LEAST else 1
 
     def extra_repr(self) -> str:
         """The local sizes, then the whole weight's shape and the degree."""

@@ -13,8 +13,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpconvert.parallel.comm.begun import begin_join, begin_sum
-from tpconvert.parallel.comm.collectives import all_gather, copy, reduce, summed, transformed
+from tpconvert.parallel.comm.collectives import all_gather, copy, reduce, summed, summed_own, transformed
 from tpconvert.parallel.comm.mesh import Mesh
+
+
+def summed_product(x_BI: Tensor, weight_OI: Tensor, mesh: Mesh) -> Tensor:
+    """reduce of ``x @ weight^T`` in eager code: nobody else holds the product, so it is summed where it is."""
+    return _SummedProduct.apply(x_BI, weight_OI, mesh)
+
+
+class _SummedProduct(torch.autograd.Function):
+    """summed_product: see there; its backward is that of the product alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BI: Tensor, weight_OI: Tensor, mesh: Mesh) -> Tensor:
+        x_needed, weight_needed, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x_BI if weight_needed else None, weight_OI if x_needed else None)
+        ctx.mesh = mesh
+        return summed_own(F.linear(x_BI, weight_OI), mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BO: Tensor) -> Any:
+        x_BI, weight_OI = ctx.saved_tensors
+        grad_BO = copy(grad_BO, ctx.mesh)  # whose gradient is a term of a sum, if it is asked for
+        x_grad = None if weight_OI is None else grad_BO @ weight_OI
+        weight_grad = None if x_BI is None else grad_BO.flatten(0, -2).t() @ x_BI.flatten(0, -2)
+        return x_grad, weight_grad, None
 
 
 def reduced_product(x_NI: Tensor, weight_OI: Tensor, waves: int, mesh: Mesh) -> Tensor:
@@ -89,10 +113,8 @@ def gathered_from(slice_BI: Tensor, dim: int, mesh: Mesh) -> Tensor:
 
 def was_gathered(x_BI: Tensor) -> bool:
     """Whether it is such a value, itself rather than something made of it, and nothing was written into it since."""
-    if not torch.is_grad_enabled() or transformed():
-        return False
     held = getattr(x_BI, "_tp_gathered", None)
-    return held is not None and held[2] == x_BI._version
+    return held is not None and held[2] == x_BI._version and torch.is_grad_enabled() and not transformed()
 
 
 def gathered_product(x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -116,18 +138,18 @@ class _GatheredProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BO: Tensor) -> Any:
         slice_BI, weight_OI = ctx.saved_tensors
-        gathered, dtype = ctx.gathered, weight_OI.dtype
+        gathered, again = ctx.gathered, torch.is_grad_enabled()
+        x_needed, weight_needed, bias_needed, *_ = ctx.needs_input_grad
         x_grad = weight_grad = bias_grad = None
-        if ctx.needs_input_grad[1] and not torch.is_grad_enabled():
-            gathered.begin(slice_BI.to(dtype))
-        if ctx.needs_input_grad[0]:
+        slice_BI = slice_BI.to(weight_OI.dtype)
+        if weight_needed and not again:
+            gathered.begin(slice_BI)
+        if x_needed:
             x_grad = (grad_BO @ weight_OI).to(ctx.dtype)
-        if ctx.needs_input_grad[1]:
-            if torch.is_grad_enabled():
-                x_BI = all_gather(slice_BI, gathered.dim, gathered.mesh).to(dtype)
-            else:
-                x_BI = gathered.take(slice_BI.to(dtype))
-            weight_grad = grad_BO.flatten(0, -2).t() @ x_BI.flatten(0, -2)
-        if ctx.needs_input_grad[2]:
-            bias_grad = grad_BO.flatten(0, -2).sum(0)
+        grad_NO = grad_BO.flatten(0, -2) if weight_needed or bias_needed else grad_BO
+        if weight_needed:
+            x_BI = all_gather(slice_BI, gathered.dim, gathered.mesh) if again else gathered.take(slice_BI)
+            weight_grad = grad_NO.t() @ x_BI.flatten(0, -2)
+        if bias_needed:
+            bias_grad = grad_NO.sum(0)
         return x_grad, weight_grad, bias_grad, None, None
