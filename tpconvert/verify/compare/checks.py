@@ -226,8 +226,18 @@ class Pair:
                 self.note(f"The whole model has no gradients in {mode} mode ({told(error)}).")
                 return
             local_loss.backward()
+        if named != mode and self.lost(named):
+            return
         self.gradients(named)
         self.input_gradients(named, *entered)
+
+    def lost(self, way: str) -> bool:
+        """Whether the whole model itself has gradients that are no numbers, as where attention sees nothing."""
+        lost = [n for n, p in self.whole.named_parameters() if p.grad is not None and _grad(p).isnan().any()]
+        if not self.over_ranks(float(bool(lost))):
+            return False
+        self.note(f"The gradients of a call {way} were not compared: the whole model itself has none for {lost[:1]}.")
+        return True
 
     def outputs(self, whole: Any, local: Any, mode: str, bound: float | None = None) -> None:
         """Every output of this rank; the worst over ranks counts."""
