@@ -174,3 +174,8 @@ class Summing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return summed(grad, ctx.mesh), None
+
+
+def summing_product(x: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
+    """A row-parallel product that is summed so."""
+    return Summing.apply(nn.functional.linear(x, weight), mesh)

@@ -14,7 +14,6 @@ from torch import nn
 
 from tests.parallel.same import columns, plan_of, rows
 from tests.verify.disturbances import (
-    Summing,
     Unjoined,
     attribute,
     buffer_whole,
@@ -32,6 +31,7 @@ from tests.verify.disturbances import (
     scores_by_local_size,
     slopes_of_rank_0,
     stale_weight,
+    summing_product,
     untied,
     words_shifted,
 )
@@ -210,7 +210,7 @@ FAULTS: dict[str, Fault] = {
     "a reduce dropped in a rewritten forward": Fault("inline", rewritten("reduce", identity)),
     "the embedding's reduce dropped": Fault("vocab_odd", disturb=attribute("embed", tp_sums=False)),
     "a convolution's reduce dropped": Fault("conv_mixer", drop("reduce", "mix")),
-    "a reduce that sums its gradient too": Fault("gated_mlp", patch=(f"{LINEAR}.reduce", Summing.apply)),
+    "a reduce that sums its gradient too": Fault("gated_mlp", patch=(f"{LINEAR}.summed_product", summing_product)),
     # biases of rows
     "a row bias added tp times": Fault("gated_mlp_bias", verdict("core.down.bias", once=False)),
     "a row bias's gradient divided": Fault("gated_mlp_bias", disturb=scaled_gradient("core.down.bias")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
+from inspect import getattr_static
 from typing import Any
 
 from torch import fx, nn
@@ -104,7 +105,9 @@ def unknown(trace: Trace, moved: dict[str, str]) -> dict[str, list[str]]:
                 look(inner, child, inner)
             elif inner in known:
                 continue
-            elif type(child).forward is nn.Module.forward or any(id(m) in called for m in child.modules()):
+            elif getattr_static(type(child), "forward", None) is nn.Module.forward or any(
+                id(m) in called for m in child.modules()
+            ):
                 look(inner, child, caller)
             elif not any(id(t) in read for t in (*child.parameters(), *child.buffers())):
                 out.setdefault(caller, []).append(inner)
