@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.parallel.test_collectives import value
 from tests.parallel.test_schedule import passes_alone
 from tests.parallel.test_wire import TOKENS, WORDS, Wire, model_of
 from tpconvert.parallel import Mesh, parallelize
+from tpconvert.parallel.comm.collectives import all_gather, gather, gather_slices, parts_of
 from tpconvert.parallel.compiled.layers import layers_of
 from tpconvert.parallel.layers import linear as layers
 from tpconvert.parallel.layers import products
 from tpconvert.planning import make_plan
+from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Plan
 
 
@@ -170,13 +173,13 @@ def sum_of_a_product(mesh, frozen):
     kept = []
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t),
-        Names() as called,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen,  # a mode might keep products
     ):
         y = products.summed_product(x, weight, mesh)
     y.sum().backward()
     assert y.tolist() == [[[6.0] * 5] * 2] and x.grad.tolist() == [[[5.0] * 3] * 2]
     assert weight.grad is None if frozen else weight.grad.tolist() == [[2.0] * 3] * 5
-    return called.names, kept
+    return [event.name for event in seen.events()], kept
 
 
 def test_a_product_is_summed_where_it_is(run_ranks):
@@ -187,3 +190,26 @@ def test_a_product_is_summed_where_it_is(run_ranks):
 
 def test_a_frozen_weight_keeps_no_input(run_ranks):
     assert run_ranks(sum_of_a_product, 2, True)[0][1] == [15]
+
+
+def compiled(mesh):
+    """Whether compiled functions have the gradients of eager ones, that of what is in one run of memory too."""
+    rows = parts_of(0, (Block(2 * 4),), mesh)
+    found = {}
+    for name, function in {
+        "product": lambda x, w: products.summed_product(x, w, mesh),
+        "product of sequences": lambda x, w: products.summed_product(x.view(2, 2, 6), w, mesh),
+        "gather": lambda x, w: gather(x @ w.t(), rows, mesh),
+        "slices": lambda x, w: all_gather(x @ w.t(), 1, mesh),
+        "first slices": lambda x, w: gather_slices(x @ w.t(), 0, mesh),
+    }.items():
+        graph = torch.compile(function, backend="aot_eager", fullgraph=True)
+        x, w = value(1, 4, 6).requires_grad_(), value(2, 5, 6).requires_grad_()
+        eager, traced = (torch.autograd.grad(f(x, w).square().sum(), (x, w)) for f in (function, graph))
+        found[name] = all(a.any() and torch.allclose(a, b) for a, b in zip(eager, traced, strict=True))
+    return found
+
+
+def test_compiled_products_and_gathers_have_the_gradients_of_eager_ones(run_ranks):
+    for found in run_ranks(compiled, 2, timeout=120):
+        assert found and all(found.values()), found

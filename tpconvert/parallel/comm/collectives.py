@@ -261,6 +261,11 @@ def _differentiates(x: Tensor, mesh: Mesh) -> bool:
     return mesh.degree > 1 and not mesh.dry and torch.is_grad_enabled() and x.requires_grad
 
 
+def dense(x: Tensor) -> Tensor:
+    """A value in one run of memory; torch 2.11 compiles no gradient of what ``contiguous`` returns as it was."""
+    return x if x.is_contiguous() else x.contiguous()
+
+
 # -- without gradients ----------------------------------------------------------------------------------------
 
 
@@ -280,14 +285,10 @@ def summed(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def summed_own(x: Tensor, mesh: Mesh) -> Tensor:
-    """The sum over tp ranks of a value that nobody else holds: where it is, unless GPUs copy."""
-    if mesh.group is None:
-        return x
-    if not torch.compiler.is_compiling() and _len_torch_dispatch_stack():  # selective checkpointing keeps products
-        return summed(x, mesh)
+    """The sum over tp ranks of a value that nobody else holds: in eager code where it is, unless GPUs copy."""
+    if mesh.group is None or torch.compiler.is_compiling() or _len_torch_dispatch_stack() or copies(x, mesh):
+        return summed(x, mesh)  # a dispatch mode holds it: selective checkpointing keeps products
     x = x.contiguous()
-    if _exchanged(x, mesh):
-        return mesh.peers.exchange(x, "sum")
     dist.all_reduce(x, dist.ReduceOp.SUM, mesh.group)
     return x
 
@@ -320,7 +321,7 @@ def joined(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     every = _all_gather(rows, mesh)
     if parts.runs != tuple((r, 0, most) for r in range(mesh.degree)):
         every = torch.cat([every[r * most + start : r * most + stop] for r, start, stop in parts.runs])
-    return every.movedim(0, dim).contiguous()
+    return dense(every.movedim(0, dim))
 
 
 def joined_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
@@ -333,7 +334,7 @@ def joined_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     shape = joined_shape(x, dim, mesh)
     if one_run(x, dim):
         return _all_gather(x.contiguous(), mesh, shape)
-    return _all_gather(x.contiguous().unsqueeze(0), mesh).movedim(0, dim).reshape(shape).contiguous()
+    return dense(_all_gather(x.contiguous().unsqueeze(0), mesh).movedim(0, dim).reshape(shape))
 
 
 def summed_slice(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
@@ -368,7 +369,7 @@ def _all_gather(x: Tensor, mesh: Mesh, shape: Sequence[int] | None = None) -> Te
         traced = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
         return traced(x, 0, mesh.group) if shape is None else traced(x.unsqueeze(0), 0, mesh.group).view(shape)
     out = x.new_empty([len(x) * mesh.degree, *x.shape[1:]] if shape is None else shape)
-    if _exchanged(x, mesh):
+    if copies(x, mesh):
         mesh.peers.receive(mesh.peers.send(x.unsqueeze(0), "gather"), out.view(mesh.degree, *x.shape))
     else:
         gather_into(out.view(-1), x.view(-1), mesh.group)
@@ -381,7 +382,7 @@ def _reduce_scatter(x: Tensor, mesh: Mesh, shape: Sequence[int] | None = None) -
         traced = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
         return traced(x, "sum", 0, mesh.group).squeeze(0)
     out = x.new_empty(x.shape[1:] if shape is None else shape)
-    if _exchanged(x, mesh):
+    if copies(x, mesh):
         mesh.peers.receive(mesh.peers.send(x.view(mesh.degree, *out.shape), "scatter"), out.unsqueeze(0))
     else:
         scatter_into(out.view(-1), x.view(-1), mesh.group)
@@ -390,8 +391,4 @@ def _reduce_scatter(x: Tensor, mesh: Mesh, shape: Sequence[int] | None = None) -
 
 def copies(x: Tensor, mesh: Mesh) -> bool:
     """Whether eager code lets two GPUs exchange it themselves; compiled layers have a pass that does."""
-    return not torch.compiler.is_compiling() and _exchanged(x, mesh)
-
-
-def _exchanged(x: Tensor, mesh: Mesh) -> bool:
-    return mesh.peers is not None and mesh.peers.takes(x)
+    return not torch.compiler.is_compiling() and mesh.peers is not None and mesh.peers.takes(x)
