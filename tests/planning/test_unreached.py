@@ -101,3 +101,25 @@ def test_what_only_sees_whole_values_may_be_called_another_time() -> None:
     assert plan["mlp.up.weight"].layout.cut and not plan["more.weight"].layout.cut
     assert plan.unreached == ()
     assert not plan.slices.reason and sliced_form(plan).unreached == ("more",)  # its gradients would be of slices
+
+
+class Longer(Expert):
+    """An expert whose way out has a layer more, of a size of its own."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.over, self.back = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.over(super().forward(x)))
+
+
+def test_a_sibling_is_alike_in_all_of_its_parameters_or_none() -> None:
+    """What is cut there and not here would be summed though it is whole."""
+    module = Mixture(0)
+    module.experts = nn.ModuleList([Longer(32), Longer(24), Longer(32)])
+    plan = make_plan(module, tokens(0, 0, 0), tp=2)
+    assert plan["experts.0.over.weight"].layout.cut
+    assert plan["experts.2.over.weight"].layout == plan["experts.0.over.weight"].layout
+    assert not any(v.layout.cut for v in plan.verdicts if v.name.startswith("experts.1."))
+    assert not any(b.module.startswith("experts.1") for b in plan.boundaries)

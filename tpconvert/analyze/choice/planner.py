@@ -16,15 +16,7 @@ from tpconvert.analyze.axes.terms import Term, blocks, leaves
 from tpconvert.analyze.capture.run import Call
 from tpconvert.analyze.choice.choose import DEAR, Candidate, Choice
 from tpconvert.analyze.choice.patterns import Classifier
-from tpconvert.analyze.choice.siblings import (
-    among_terms,
-    as_called,
-    one_number_apart,
-    same_class,
-    unknown,
-    wild,
-    with_moved,
-)
+from tpconvert.analyze.choice.siblings import among_terms, siblings_of, twins, unknown, with_siblings
 from tpconvert.analyze.flow.randoms import switches
 from tpconvert.analyze.flow.run import Flow, Placed
 from tpconvert.analyze.rewrite.alike import same_forward
@@ -339,29 +331,20 @@ class Planner:
 
     def with_siblings(self, plan: Plan, flow: Flow) -> Plan:
         """Parameters the forward did not reach (an expert that got no token) are treated as their siblings are."""
-        names = self.used_names()
-        used = {v.name: v for v in plan.verdicts if v.name in names}
-        by_shape: dict[tuple[str, tuple[int, ...]], list[Verdict]] = defaultdict(list)
-        for v in used.values():
-            by_shape[wild(v.name), v.shape].append(v)
-        moved: dict[str, str] = {}
+        found = twins(self.module, plan.verdicts, self.used_names())
         verdicts = []
         for v in plan.verdicts:
-            twins = by_shape.get((wild(v.name), v.shape), []) if v.name not in used else []
-            twin = next((t for t in twins if one_number_apart(t.name, v.name)), None)
-            if twin is None or not same_class(self.module, twin.name, v.name):
-                verdicts.append(v)
-                continue
-            moved[v.name.rpartition(".")[0]] = twin.name.rpartition(".")[0]
-            verdicts.append(
-                replace(twin, name=v.name, tied_to=v.tied_to, reason=f"{twin.reason}; as {twin.name}, its sibling")
-            )
+            twin = found.get(v.name)
+            if twin is not None:
+                reason = f"{twin.reason}; as {twin.name}, its sibling"
+                v = replace(twin, name=v.name, tied_to=v.tied_to, reason=reason)
+            verdicts.append(v)
         idle = {path for path, _ in self.module.named_modules(remove_duplicate=False)}
         idle -= {call.module for call in self.ax.trace.calls}
-        moved |= as_called(self.ax.trace, idle, moved)
+        siblings = siblings_of(self.ax.trace, found, idle)
         anew = {rewrite.module for rewrite in plan.rewrites}
-        unreached = among_terms(flow, unknown(self.ax.trace, moved), anew)
-        return with_moved(replace(plan, verdicts=tuple(verdicts), unreached=unreached), moved, idle)
+        unreached = among_terms(flow, unknown(self.ax.trace, siblings), anew)
+        return with_siblings(replace(plan, verdicts=tuple(verdicts), unreached=unreached), siblings, idle)
 
     def used_names(self) -> set[str]:
         """Names of parameters and buffers the forward used."""

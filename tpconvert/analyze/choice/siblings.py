@@ -7,27 +7,63 @@ it is, say, where the sum of the experts is made after all of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
-from inspect import getattr_static
 from typing import Any
 
 from torch import fx, nn
 
 from tpconvert.analyze.capture.run import Call, Trace
 from tpconvert.analyze.flow.run import Flow
-from tpconvert.spec.plan import Plan
+from tpconvert.analyze.trace.copies import has_forward
+from tpconvert.spec.plan import Plan, Verdict
 
 
-def with_moved(plan: Plan, moved: dict[str, str], idle: set[str]) -> Plan:
+def twins(root: nn.Module, verdicts: Iterable[Verdict], used: Set[str]) -> dict[str, Verdict]:
+    """Parameter that was not used -> the verdict of its like in a sibling, of which all are like those there."""
+    by_shape: dict[tuple[str, tuple[int, ...]], list[Verdict]] = defaultdict(list)
+    unused = [v for v in verdicts if v.name not in used]
+    for v in verdicts:
+        if v.name in used:
+            by_shape[wild(v.name), v.shape].append(v)
+    found: dict[str, Verdict] = {}
+    for v in unused:
+        like = (t for t in by_shape.get((wild(v.name), v.shape), ()) if one_number_apart(t.name, v.name))
+        twin = next(like, None)
+        if twin is not None and same_class(root, twin.name, v.name):
+            found[v.name] = twin
+    roots = {name: f"{roots_of(name, twin.name)[0]}." for name, twin in found.items()}
+    unlike = {root for root in roots.values() if any(v.name.startswith(root) for v in unused if v.name not in found)}
+    return {name: twin for name, twin in found.items() if roots[name] not in unlike}
+
+
+def siblings_of(trace: Trace, found: Mapping[str, Verdict], idle: Set[str]) -> dict[str, str]:
+    """Module that was not called -> the one it is treated as: those of ``found`` parameters, and ones without any."""
+    root = trace.module
+    out = dict(roots_of(name, twin.name) for name, twin in found.items())
+    known = tuple(f"{path}." for path in out)
+    called: dict[str, list[str]] = defaultdict(list)
+    for path in dict.fromkeys(call.module for call in trace.calls):
+        called[wild(path)].append(path)
+    for path in sorted(idle - {""}):
+        module = root.get_submodule(path)
+        if any(True for _ in module.parameters()) or f"{path}.".startswith(known):
+            continue
+        like = (other for other in called.get(wild(path), ()) if one_number_apart(path, other))
+        other = next((other for other in like if type(root.get_submodule(other)) is type(module)), None)
+        out |= {} if other is None else {path: other}
+    return out
+
+
+def with_siblings(plan: Plan, siblings: Mapping[str, str], idle: Set[str]) -> Plan:
     """The boundaries, edits and rewrites of a traced module, again for its sibling among those that were ``idle``."""
-    roots = moved_roots(moved)
 
     def again(items: Iterable[Any]) -> list[Any]:
         out = []
         for item in items:
             out.append(item)
-            for new, old in roots:
+            for new, old in siblings.items():
                 module = new + item.module[len(old) :]
                 if (item.module == old or item.module.startswith(f"{old}.")) and module in idle:
                     out.append(replace(item, module=module))
@@ -42,12 +78,7 @@ def with_moved(plan: Plan, moved: dict[str, str], idle: set[str]) -> Plan:
     )
 
 
-def moved_roots(moved: dict[str, str]) -> set[tuple[str, str]]:
-    """``(module, the one it is treated as)``, the outermost of each pair."""
-    return {_roots(new, old) for new, old in moved.items() if new != old}
-
-
-def _roots(new: str, old: str) -> tuple[str, str]:
+def roots_of(new: str, old: str) -> tuple[str, str]:
     """The shortest prefixes of two paths that hold their difference."""
     a, b = new.split("."), old.split(".")
     at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
@@ -69,26 +100,8 @@ def same_class(root: nn.Module, a: str, b: str) -> bool:
     return type(root.get_submodule(a.rpartition(".")[0])) is type(root.get_submodule(b.rpartition(".")[0]))
 
 
-def as_called(trace: Trace, idle: Set[str], moved: dict[str, str]) -> dict[str, str]:
-    """Module without parameters that was not called -> a sibling that was; none within what is ``moved``."""
-    by_name: dict[str, list[str]] = {}
-    for path in dict.fromkeys(call.module for call in trace.calls):
-        by_name.setdefault(wild(path), []).append(path)
-    out: dict[str, str] = {}
-    known = tuple(f"{new}." for new, _ in moved_roots(moved))
-    for path in sorted(idle - {""}):
-        module = trace.module.get_submodule(path)
-        if any(True for _ in module.parameters()) or f"{path}.".startswith(known):
-            continue
-        for other in by_name.get(wild(path), ()):
-            if one_number_apart(path, other) and type(trace.module.get_submodule(other)) is type(module):
-                out[path] = other
-                break
-    return out
-
-
-def unknown(trace: Trace, moved: dict[str, str]) -> dict[str, list[str]]:
-    """Module that was called -> those it holds that were not, whose weights nothing read, and that are not ``moved``.
+def unknown(trace: Trace, siblings: Container[str]) -> dict[str, list[str]]:
+    """Module that was called -> those it holds that were not, whose weights nothing read, and that have no sibling.
 
     Of one within another, the outer one is named.
     """
@@ -96,18 +109,16 @@ def unknown(trace: Trace, moved: dict[str, str]) -> dict[str, list[str]]:
     called = {id(root.get_submodule(c.module)) for c in trace.calls if not c.module.startswith("?")}
     tensors = dict(root.named_parameters(remove_duplicate=False)) | dict(root.named_buffers(remove_duplicate=False))
     read = {id(tensors[name]) for name in trace.parameters if name in tensors}
-    known, out = {new for new, _ in moved_roots(moved)}, dict[str, list[str]]()
+    out: dict[str, list[str]] = {}
 
     def look(path: str, module: nn.Module, caller: str) -> None:
         for name, child in module.named_children():
             inner = f"{path}.{name}" if path else name
             if id(child) in called:
                 look(inner, child, inner)
-            elif inner in known:
+            elif inner in siblings:
                 continue
-            elif getattr_static(type(child), "forward", None) is nn.Module.forward or any(
-                id(m) in called for m in child.modules()
-            ):
+            elif not has_forward(child) or any(id(m) in called for m in child.modules()):
                 look(inner, child, caller)
             elif not any(id(t) in read for t in (*child.parameters(), *child.buffers())):
                 out.setdefault(caller, []).append(inner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -73,3 +74,8 @@ def _refusing(error: Exception) -> Any:
             culprit = tb.tb_frame.f_locals["x"]
         tb = tb.tb_next
     return culprit
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called, as lists of modules cannot; a scripted one must not be asked itself."""
+    return getattr_static(type(module), "forward", None) is not nn.Module.forward

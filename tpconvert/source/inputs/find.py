@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tpconvert.analyze.capture.run import capture
-from tpconvert.analyze.trace.copies import copied
+from tpconvert.analyze.trace.copies import copied, has_forward
 from tpconvert.analyze.watch.shadow import Shadow, needs_shadow
 from tpconvert.errors import SourceError
 from tpconvert.source.inputs.documented import (
@@ -132,7 +132,7 @@ class Search:
         return new
 
     def _check_known(self) -> None:
-        if type(self.module).forward is nn.Module.forward:
+        if not has_forward(self.module):
             raise SourceError(
                 f"{type(self.module).__name__} has no forward: it is a set of parts that other methods call.",
                 hint="Convert its parts, or name a function, file.py:function, that returns (module, inputs).",
