@@ -222,6 +222,9 @@ def test_a_plan_of_another_model_could_not_be_run(tmp_path):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        ("integers", "error: The model has no output to take a gradient of, so gradients cannot be compared."),
+        ("detached", "error: The model has no output to take a gradient of, so gradients cannot be compared."),
+        ("one_way", "error: The whole model has no gradients in train mode (NotImplementedError: "),
         ("raising", f"error: The model fails where it is run: {sources.__file__}:"),
         ("neither", f"error: The model runs neither in float64 nor in float32: {sources.__file__}:"),
         ("dying", "error: A rank died (process 1 terminated with signal SIGKILL). Is there enough memory?"),
@@ -235,20 +238,6 @@ def test_what_cannot_be_run_ends_with_2_one_line_and_no_process(function, messag
     assert result.stderr.startswith(message)
     assert len(result.stderr.splitlines()) == 1 and result.stdout == ""
     assert children(os.getpid()) == before
-
-
-@pytest.mark.parametrize("function", ["integers", "detached"])
-def test_outputs_are_compared_where_none_has_a_gradient(function):
-    result = verify(name_of(function), "--tp", 2)
-    assert result.exit_code == 0, result.output
-    assert "Note: No gradients were compared: the model has no output to take one of." in result.stdout
-
-
-def test_outputs_are_compared_where_the_whole_model_has_no_way_back():
-    result = verify(name_of("one_way"), "--tp", 2)
-    assert result.exit_code == 0, result.output
-    for mode in ("eval", "train"):
-        assert f"Note: The whole model has no gradients in {mode} mode (NotImplementedError: " in result.stdout
 
 
 def test_what_runs_in_eval_mode_alone_is_compared_in_it():

@@ -16,7 +16,7 @@ from tpconvert.analyze.trace.copies import copied
 from tpconvert.analyze.trace.entering import Entered
 from tpconvert.analyze.trace.trees import map_tensors
 from tpconvert.checkpoint.tensors.pieces import gather_pieces, take_pieces
-from tpconvert.errors import TPConvertError, VerifyError
+from tpconvert.errors import NotRunError, TPConvertError, VerifyError
 from tpconvert.parallel import Mesh, clip_grad_norm_, parallelize
 from tpconvert.parallel.comm.collectives import summed
 from tpconvert.planning.slices import divided
@@ -28,7 +28,7 @@ from tpconvert.verify.measure.decided import Decisions, apart
 from tpconvert.verify.measure.dtypes import dtype_of, generators, precision
 from tpconvert.verify.measure.lastbits import measured, nudge, restore, state, widened
 from tpconvert.verify.measure.modes import Exact, Widened, call, loss_of, perturb, refusal, takes_gradients, tensors_of
-from tpconvert.verify.measure.values import UNEQUAL, form, largest, relative
+from tpconvert.verify.measure.values import UNEQUAL, form, gradient_of, largest, relative
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
 
 STEPS, RATE, SEED = 2, 1e-2, 0
@@ -66,6 +66,8 @@ def compare_on_rank(
     fit = (lambda given: divided(given, plan)) if sequence_parallel else None
     pair = Pair(whole, local, inputs, plan, mesh, tolerance, fit)
     pair.run_modes()
+    if pair.lacks:
+        raise NotRunError(pair.lacks)
     pair.run_steps()
     pair.run_dropout()
     if mesh.rank:
@@ -110,6 +112,7 @@ class Pair:
         self.parted = ""
         self.drops = False
         self.trains = True
+        self.lacks = "No gradients were compared."
 
     def add(self, kind: str, name: str, error: float, mode: str, bound: float | None = None) -> None:
         """One check."""
@@ -197,8 +200,7 @@ class Pair:
         records: list[Record] = [{}, {}]
         takes = takes_gradients(copied(self.whole), self.inputs, self.dtype, mode == "train")  # it may keep what it saw
         if mode == "train" and not takes and (why := refusal(copied(self.whole), self.inputs, self.dtype)):
-            self.trains = False
-            return self.note(f"Train mode was not compared: the whole model does not run in it ({why}).")
+            return self.ungraded(f"Train mode was not compared: the whole model does not run in it ({why}).")
         entered, decisions = [Entered(self.inputs, takes) for _ in records], Decisions(self.dtype)
         for module, record, given in zip((self.whole, self.local), records, entered, strict=True):
             module.train(mode == "train")
@@ -208,9 +210,8 @@ class Pair:
                 runs.append((output, loss_of(output), running.rates))
         (whole, whole_loss, rates), (local, local_loss, local_rates) = runs
         self.outputs(whole, local, named)
-        self.trains = whole_loss is not None
         if whole_loss is None:
-            return self.note("No gradients were compared: the model has no output to take one of.")
+            return self.ungraded("The model has no output to take a gradient of, so gradients cannot be compared.")
         if local_loss is None:
             raise VerifyError("The converted model has no output to take a gradient of; the whole one has.")
         self.add("loss", "loss", relative(local_loss, whole_loss), named)
@@ -222,18 +223,22 @@ class Pair:
             try:
                 whole_loss.backward()
             except Exception as error:  # a backward of its own may be for training alone, and a cache for one step
-                self.trains = False
-                self.note(f"The whole model has no gradients in {mode} mode ({told(error)}).")
-                return
+                return self.ungraded(f"The whole model has no gradients in {mode} mode ({told(error)}).")
             local_loss.backward()
         if named != mode and self.lost(named):
             return
+        self.trains, self.lacks = True, ""
         self.gradients(named)
         self.input_gradients(named, *entered)
 
+    def ungraded(self, why: str) -> None:
+        """Note why a mode has no gradients to compare, which is told if none has."""
+        self.trains, self.lacks = False, self.lacks and why
+        self.note(why)
+
     def lost(self, way: str) -> bool:
         """Whether the whole model itself has gradients that are no numbers, as where attention sees nothing."""
-        lost = [n for n, p in self.whole.named_parameters() if p.grad is not None and _grad(p).isnan().any()]
+        lost = [n for n, p in self.whole.named_parameters() if p.grad is not None and gradient_of(p).isnan().any()]
         if not self.over_ranks(float(bool(lost))):
             return False
         self.note(f"The gradients of a call {way} were not compared: the whole model itself has none for {lost[:1]}.")
@@ -253,24 +258,24 @@ class Pair:
     def gradients(self, mode: str) -> None:
         """Every parameter's gradient, put together through its layout; the same parameters must be trained."""
         whole, local = (_named(m.named_parameters) for m in (self.whole, self.local))
-        floor = self.floor * max((largest(_grad(p)) for p in whole.values()), default=0.0)
+        floor = self.floor * max((largest(gradient_of(p)) for p in whole.values()), default=0.0)
 
         def mine(name: str) -> Tensor:
             if local[name].requires_grad is not whole[name].requires_grad:
                 return torch.full_like(local[name], float("nan"))
-            return _grad(local[name])
+            return gradient_of(local[name])
 
         for name, parts in self.parts("parameter", mine):
-            self.add("gradient", name, self.worst(name, parts, _grad(whole[name]), floor), mode)
-            if _grad(whole[name]).isnan().any():
+            self.add("gradient", name, self.worst(name, parts, gradient_of(whole[name]), floor), mode)
+            if gradient_of(whole[name]).isnan().any():
                 self.note(f"The whole model itself gives a gradient that is not a number ({name}).")
 
     def input_gradients(self, mode: str, whole: Entered, local: Entered) -> None:
         """The gradient of every floating input, which is the model's part of a larger one's; whole on every rank."""
-        floor = self.floor * max((largest(_grad(p)) for p in self.whole.parameters()), default=0.0)
+        floor = self.floor * max((largest(gradient_of(p)) for p in self.whole.parameters()), default=0.0)
         for (name, mine), (_, theirs) in zip(tensors_of(whole.tree), tensors_of(local.tree), strict=True):
             if (leaf := whole.given.get(id(mine))) is not None:
-                want, have = _grad(leaf), _grad(local.given[id(theirs)])
+                want, have = gradient_of(leaf), gradient_of(local.given[id(theirs)])
                 self.add("gradient", f"input {name}", self.over_ranks(relative(have, want, floor)), mode)
 
     def run_steps(self) -> None:
@@ -294,7 +299,7 @@ class Pair:
                             p -= RATE * p.grad
                 module.zero_grad(set_to_none=True)
                 with self.exact(), decisions.of(module is self.whole):
-                    _backward(self.run(module))
+                    loss_of(self.run(module)).backward()  # type: ignore[union-attr]  # it was there in train mode
                 densify(module)
         for kind in ("parameter", "buffer"):
             whole, local = (
@@ -310,14 +315,14 @@ class Pair:
         self.local.zero_grad(set_to_none=True)
         with self.plain():
             output = self.run(self.local)
-            _backward(output)
+            loss_of(output).backward()  # type: ignore[union-attr]
         bound = max(self.bound, LOOSE)
         for name, tensor in tensors_of(output):
             if tensor.is_floating_point():
                 mean = summed(tensor.detach(), self.mesh) / self.mesh.degree
                 self.add("replicas", name, self.over_ranks(relative(tensor, mean)), "train", bound)
         local = _named(self.local.named_parameters)
-        found = dict(self.parts("parameter", lambda name: _grad(local[name])))
+        found = dict(self.parts("parameter", lambda name: gradient_of(local[name])))
         floor = self.floor * max((largest(p) for parts in found.values() for p in parts), default=0.0)
         for name, parts in found.items():
             first = gather_pieces(parts, self.plan[name].layout, self.plan[name].shape)
@@ -375,12 +380,6 @@ class Pair:
         return float(worst)
 
 
-def _backward(output: Any) -> None:
-    loss = loss_of(output)
-    assert loss is not None  # there was one in train mode
-    loss.backward()
-
-
 def _named(source: Any) -> dict[str, Tensor]:
     return dict(source(remove_duplicate=False))
 
@@ -390,10 +389,3 @@ def densify(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.grad is not None:
             parameter.grad = parameter.grad.to_dense()
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    """The gradient; zeros where there is none."""
-    if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad

@@ -51,3 +51,10 @@ def form(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return tree.dtype
     return type(tree), {key: form(item) for key, item in children(tree)}
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """The gradient; zeros where there is none."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
