@@ -41,6 +41,8 @@ EXPORTS = frozenset(["untyped_storage", "storage", "__dlpack__", "__array__", "d
 UNFILLED = frozenset(["empty", "empty_like", "new_empty", "empty_strided"])
 """Give memory that nothing was written to; with values it holds zeros, the same at every run."""
 
+_PLAIN = int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
+
 
 class Noted(Formulas):
     """Expressions that fed a formula; the call under way is told when a tensor's size did, and what it compared."""
@@ -353,13 +355,11 @@ class Recorder(TorchFunctionMode):
             return list(map(self.map, tree))
         if isinstance(tree, Mapping):
             return {str(k): self.map(v) for k, v in tree.items()}
+        if isinstance(tree, Int) and tree.formulas is not self.formulas:
+            return int(tree)  # something kept it from a capture before
         if isinstance(tree, slice):
             return slice(self.map(tree.start), self.map(tree.stop), self.map(tree.step))
-        if isinstance(
-            tree, int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
-        ):
-            return tree
-        if tree is None or tree is ...:
+        if tree is None or tree is ... or isinstance(tree, _PLAIN):
             return tree
         return Held(tree)
 

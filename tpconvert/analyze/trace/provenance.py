@@ -7,8 +7,10 @@ argument made from one then says ``view(b, t, num_heads, hidden // num_heads)`` 
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,9 +87,10 @@ class Int(int):
     __hash__ = int.__hash__
 
 
-def expression(value: int) -> Expression:
-    """How ``value`` was made; a plain int is a literal."""
-    return value.expression if isinstance(value, Int) else int(value)
+def expression(value: int, formulas: Formulas | None = None) -> Expression:
+    """How ``value`` was made; a plain int is a literal, and so is one kept from a capture of other ``formulas``."""
+    known = isinstance(value, Int) and (formulas is None or value.formulas is formulas)
+    return value.expression if known else int(value)  # type: ignore[attr-defined]
 
 
 def _arithmetic(function: Callable[[int, int], int]) -> tuple[Any, Any]:
@@ -95,7 +98,8 @@ def _arithmetic(function: Callable[[int, int], int]) -> tuple[Any, Any]:
         if type(other) is not int and type(other) is not Int:
             self.formulas.append(self.expression)
             return function(int(self), other)
-        return Int(function(int(self), int(other)), (function, self.expression, expression(other)), self.formulas)
+        right = expression(other, self.formulas)
+        return Int(function(int(self), int(other)), (function, self.expression, right), self.formulas)
 
     def reverse(self: Int, other: Any) -> Any:
         if type(other) is not int:
@@ -112,12 +116,18 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
     setattr(Int, f"__r{_name}__", _reverse)
 
 
+_MIRRORED = {operator.lt: operator.gt, operator.gt: operator.lt, operator.le: operator.ge, operator.ge: operator.le}
+
+
 def _comparison(question: Callable[[Any, Any], bool]) -> Any:
     def compare(self: Int, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
         answer = question(int(self), other if type(other) is float else int(other))
-        self.formulas.decided(question, self.expression, other if type(other) is float else expression(other), answer)
+        right = other if type(other) is float else expression(other, self.formulas)
+        self.formulas.decided(question, self.expression, right, answer)
+        if isinstance(other, Int) and other.formulas is not self.formulas:  # one of them is from a capture before
+            other.formulas.decided(_MIRRORED.get(question, question), other.expression, int(self), answer)
         return answer
 
     return compare
@@ -206,10 +216,49 @@ def remembering(module: nn.Module, formulas: Formulas) -> Iterator[dict[int, Any
                 undo.append((space, name, value))
                 space[name] = wrapped
     try:
-        yield owners
+        with past_caches(owners.values()):
+            yield owners
     finally:
         for space, name, value in undo:
             space[name] = value
+
+
+@contextmanager
+def past_caches(owners: Iterable[Any]) -> Iterator[None]:
+    """Run cached functions of modules, of classes and of objects anew where an integer that remembers is given them.
+
+    It is equal to any other of its value, so a cache would give what was made for another tensor, of another layer or
+    of a capture before, and would keep for all calls to come what was made for this one.
+    """
+    holders = [module for module in list(sys.modules.values()) if type(module) is type(sys)]
+    holders += [*owners, *{base for owner in owners for base in type(owner).__mro__}]
+    undo: list[tuple[Any, str, Any]] = []
+    for holder in holders:
+        for name, value in list(vars(holder).items()):
+            bare = value.__func__ if type(value) is staticmethod else value  # others may be proxies, which warn
+            if type(bare) is functools._lru_cache_wrapper:
+                undo.append((holder, name, value))
+                anew = _past_cache(bare)
+                setattr(holder, name, anew if bare is value else staticmethod(anew))
+    try:
+        yield
+    finally:
+        for holder, name, value in undo:
+            setattr(holder, name, value)
+
+
+def _past_cache(cached: Any) -> Any:
+    @functools.wraps(cached)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (cached.__wrapped__ if _remembers((args, tuple(kwargs.values()))) else cached)(*args, **kwargs)
+
+    for name in ("cache_clear", "cache_info"):
+        setattr(call, name, getattr(cached, name))
+    return call
+
+
+def _remembers(value: Any) -> bool:
+    return isinstance(value, Int) or (isinstance(value, tuple) and any(map(_remembers, value)))
 
 
 def _wrap(value: Any, owner: int, name: str, formulas: Formulas) -> Any:
