@@ -31,13 +31,13 @@ class Pool:
 
     def run(self, fn: Callable[..., Any], degree: int, *args: Any, dp: int = 1, timeout: float = 60.0) -> list[Any]:
         """What ``fn(mesh, *args)`` returns on each of ``degree * dp`` ranks."""
-        if not self.ranks:
-            self.start()
         task = pickle.dumps((fn.__module__, fn.__qualname__, degree, dp, args))
-        chosen = self.ranks[: degree * dp]
-        for _, pipe in chosen:
-            pipe.send_bytes(task)
         try:
+            if not self.ranks:
+                self.start()
+            chosen = self.ranks[: degree * dp]
+            for _, pipe in chosen:
+                pipe.send_bytes(task)
             return self.collect([pipe for _, pipe in chosen], timeout)
         except RankFailedError:
             self.close()

@@ -55,3 +55,16 @@ def test_a_failing_dying_or_hanging_rank_fails_the_test_and_the_pool_recovers():
             pool.run(one_sleeps, 2, timeout=1)
     finally:
         pool.close()
+
+
+def test_ranks_that_start_too_late_answer_no_later_task(monkeypatch):
+    """What they say once they are there is no answer of the next function."""
+    pool = Pool(2)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(RankFailedError, match="gave no answer within 0 s"):
+            patch.setattr("tests.ranks.START_LIMIT", 0.0)
+            pool.run(place, 2, "first")
+        assert not pool.ranks
+        assert pool.run(place, 2, "second") == [("second", rank, 0, 2.0) for rank in range(2)]
+    finally:
+        pool.close()
