@@ -29,7 +29,7 @@ _LAST = re.compile(r"label|hidden_states|_embeds$")
 def untouched(module: nn.Module, inputs: dict[str, Any], most: int | None = 20) -> list[list[Any]]:
     """Parameters that no output depends on, folded: ``[name with * for numbers, how many]``, the most of them."""
     from tpconvert.verify.compare.checks import call
-    from tpconvert.verify.measure.modes import loss_of
+    from tpconvert.verify.measure.values import loss_of
 
     try:
         loss = loss_of(call(module, inputs))

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from tests.hf_models import ready
-from tpconvert.verify.measure.modes import Exact, loss_of, tensors_of
+from tpconvert.verify.measure.modes import Exact, tensors_of
+from tpconvert.verify.measure.values import loss_of
 
 
 def under_transformers(mesh, name: str, tp_plan: dict[str, str]) -> list[str]:

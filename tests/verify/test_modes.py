@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from tests.hf_models import build
 from tests.zoo.frame import floats
-from tpconvert.verify.measure.modes import Exact, loss_of, perturb, tensors_of
+from tpconvert.verify.measure.modes import Exact, perturb, tensors_of
+from tpconvert.verify.measure.values import loss_of, relative, spread_of
 
 X = floats(2, 4, 6).double()
 
@@ -256,6 +257,22 @@ def test_the_loss_leaves_out_infinities():
     x = torch.tensor([1.0, float("-inf"), 2.0], requires_grad=True)
     loss_of(x).backward()
     assert x.grad[1] == 0 and (x.grad[[0, 2]] != 0).all()
+
+
+def test_a_loss_whose_terms_cancel_is_held_to_what_they_are():
+    """Of thousands of terms in bfloat16 a sum near zero has no digit right, though each term has two."""
+    x = torch.randn(2, 64, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    weights = torch.autograd.grad(loss_of(x), x)[0]
+    x = (x - weights * loss_of(x) / weights.square().sum()).detach().requires_grad_()
+    assert loss_of(x).abs() < 1e-9
+    assert spread_of(x) == pytest.approx(1, rel=0.02)
+    rounded = x.detach().bfloat16().requires_grad_()
+    assert relative(loss_of(rounded), loss_of(x).float(), spread_of(x)) < 2**-8
+
+
+def test_a_loss_of_one_number_is_as_large_as_its_term():
+    x = torch.tensor(3.0, requires_grad=True)
+    assert spread_of({"loss": x}) == pytest.approx(loss_of({"loss": x}).abs().item())
 
 
 def test_without_an_output_to_differentiate_there_is_no_loss():

@@ -27,8 +27,8 @@ from tpconvert.verify.compare.ways import compare_other_size, compare_ways
 from tpconvert.verify.measure.decided import Decisions, apart
 from tpconvert.verify.measure.dtypes import dtype_of, generators, precision
 from tpconvert.verify.measure.lastbits import measured, nudge, restore, state, widened
-from tpconvert.verify.measure.modes import Exact, Widened, call, loss_of, perturb, refusal, takes_gradients, tensors_of
-from tpconvert.verify.measure.values import UNEQUAL, form, gradient_of, largest, relative
+from tpconvert.verify.measure.modes import Exact, Widened, call, perturb, refusal, takes_gradients, tensors_of
+from tpconvert.verify.measure.values import UNEQUAL, form, gradient_of, largest, loss_of, relative, spread_of
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
 
 STEPS, RATE, SEED = 2, 1e-2, 0
@@ -214,7 +214,7 @@ class Pair:
             return self.ungraded("The model has no output to take a gradient of, so gradients cannot be compared.")
         if local_loss is None:
             raise VerifyError("The converted model has no output to take a gradient of; the whole one has.")
-        self.add("loss", "loss", relative(local_loss, whole_loss), named)
+        self.add("loss", "loss", relative(local_loss, whole_loss, spread_of(whole)), named)
         self.drops = bool(self.over_ranks(max(*rates, *local_rates, 0.0, 0.0)))
         if rates or local_rates:
             self.add("dropout rates", "every dropout", self.over_ranks(0.0 if rates == local_rates else UNEQUAL), named)

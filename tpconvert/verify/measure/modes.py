@@ -166,26 +166,6 @@ def tensors_of(tree: Any) -> Iterator[tuple[str, Tensor]]:
         yield slot or "output", tensor
 
 
-def loss_of(output: Any) -> Tensor | None:
-    """A sum of all differentiable outputs with fixed random weights: every entry counts, and none like another.
-
-    Entries that were masked out do not: beside the least number that there is no other would.
-
-    None where no output can be differentiated.
-    """
-    total: Tensor | None = None
-    for i, (_, tensor) in enumerate(tensors_of(output)):
-        if not tensor.is_floating_point() or not tensor.requires_grad:
-            continue
-        generator = torch.Generator().manual_seed(7919 + i)
-        weight = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
-        plain = tensor.abs() < torch.finfo(tensor.dtype).max ** 0.5  # a mask is infinite, or sums of it are
-        finite = torch.where(plain, tensor, torch.zeros_like(tensor))
-        part = (finite * weight).sum() / max(tensor.numel(), 1) ** 0.5
-        total = part if total is None else total + part
-    return total
-
-
 def call(module: nn.Module, inputs: Any) -> Any:
     """Call with keyword or positional inputs."""
     return module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)

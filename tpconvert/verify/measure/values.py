@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpconvert.analyze.trace.trees import children
+from tpconvert.verify.measure.modes import tensors_of
 
 UNEQUAL = float("inf")
 
@@ -58,3 +60,33 @@ def gradient_of(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         return torch.zeros_like(parameter)
     return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """A sum of all differentiable outputs with fixed random weights: every entry counts, and none like another.
+
+    Entries that were masked out do not: beside the least number that there is no other would.  None where no output
+    can be differentiated.
+    """
+    total: Tensor | None = None
+    for part in _weighted(output):
+        total = part.sum() if total is None else total + part.sum()
+    return total
+
+
+def spread_of(output: Any) -> float:
+    """How large the loss is with other weights, as a rule: its terms may cancel by chance, and its error does not."""
+    return float(sum(part.detach().double().square().sum().item() for part in _weighted(output)) ** 0.5)
+
+
+def _weighted(output: Any) -> Iterator[Tensor]:
+    """The terms of the loss, in float32 at least: the sum of many in bfloat16 has two digits."""
+    for i, (_, tensor) in enumerate(tensors_of(output)):
+        if not tensor.is_floating_point() or not tensor.requires_grad:
+            continue
+        generator = torch.Generator().manual_seed(7919 + i)
+        weight = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        plain = tensor.abs() < torch.finfo(tensor.dtype).max ** 0.5  # a mask is infinite, or sums of it are
+        finite = torch.where(plain, tensor, torch.zeros_like(tensor))
+        finite = finite.to(torch.promote_types(tensor.dtype, torch.float32))
+        yield finite * weight.to(finite) / max(tensor.numel(), 1) ** 0.5
