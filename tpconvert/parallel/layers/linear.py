@@ -20,7 +20,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tpconvert.errors import PlanError
 from tpconvert.parallel.comm.collectives import Parts, reduce, transformed
 from tpconvert.parallel.comm.mesh import Mesh
-from tpconvert.parallel.layers.products import gathered_product, reduced_product, summed_product, was_gathered
+from tpconvert.parallel.layers.products import (
+    dtype_of,
+    filled_up,
+    gathered_product,
+    lacking,
+    reduced_product,
+    summed_product,
+    was_gathered,
+)
 
 PLAIN = (Tensor, nn.Parameter)
 """Weights that are no class of their own, which may compute products in another way."""
@@ -44,12 +52,16 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, x_BI: Tensor) -> Tensor:
         """This rank's features; of an input that was gathered from slices, a backward keeps the slice only."""
         weight_OI, bias_O = self.weight, self.bias
-        if self.product is not F.linear or not (was_gathered(x_BI) and weight_OI.requires_grad):
+        if self.product is not F.linear:
             return self.product(x_BI, weight_OI, bias_O)
-        if torch.is_autocast_enabled(x_BI.device.type):
-            dtype = torch.get_autocast_dtype(x_BI.device.type)
-            weight_OI, bias_O = weight_OI.to(dtype), None if bias_O is None else bias_O.to(dtype)
-        return gathered_product(x_BI, weight_OI, bias_O)
+        plain = type(weight_OI) in PLAIN and not self.tp_mesh.dry
+        more = lacking(x_BI, weight_OI) if plain else 0
+        product = gathered_product if was_gathered(x_BI) and weight_OI.requires_grad else F.linear
+        if product is F.linear and not more:
+            return F.linear(x_BI, weight_OI, bias_O)
+        dtype = dtype_of(x_BI, weight_OI)
+        weight_OI, bias_O = weight_OI.to(dtype), None if bias_O is None else bias_O.to(dtype)
+        return filled_up(product, x_BI, weight_OI, bias_O, more) if more else product(x_BI, weight_OI, bias_O)
 
     def extra_repr(self) -> str:
         """The local sizes, then the whole weight's shape and the degree."""

@@ -5,6 +5,7 @@ Shapes: B any leading dims, N tokens, I in, O out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,11 @@ from torch import Tensor
 from tpconvert.parallel.comm.begun import begin_join, begin_sum
 from tpconvert.parallel.comm.collectives import all_gather, copy, reduce, summed, summed_own, transformed
 from tpconvert.parallel.comm.mesh import Mesh
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""``x @ weight^T + bias`` in one way or another."""
+ROW, WIDE, MANY = 16, 4096, 256
+"""Bytes at whose multiples rows should begin, features and tokens from which on it matters."""
 
 
 def summed_product(x_BI: Tensor, weight_OI: Tensor, mesh: Mesh) -> Tensor:
@@ -39,6 +45,33 @@ class _SummedProduct(torch.autograd.Function):
         x_grad = None if weight_OI is None else grad_BO @ weight_OI
         weight_grad = None if x_BI is None else grad_BO.flatten(0, -2).t() @ x_BI.flatten(0, -2)
         return x_grad, weight_grad, None
+
+
+def dtype_of(x_BI: Tensor, weight_OI: Tensor) -> torch.dtype:
+    """What a product is computed in."""
+    device = x_BI.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_OI.dtype
+
+
+def lacking(x_BI: Tensor, weight_OI: Tensor) -> int:
+    """By how many features a wide output falls short of rows that begin where a GPU reads them quickly.
+
+    A part of a vocabulary is often of odd size (30522 or 50257 words), and tensor cores take rows at multiples of 16
+    bytes: three times as fast.  Inductor fills products up by itself; of few tokens, the weight costs more than they.
+    """
+    features, tokens = len(weight_OI), math.prod(x_BI.shape[:-1])
+    if torch.compiler.is_compiling() or not x_BI.is_cuda or features < WIDE or tokens < MANY:
+        return 0
+    return -features % max(1, ROW // dtype_of(x_BI, weight_OI).itemsize)
+
+
+def filled_up(product: Product, x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, more: int) -> Tensor:
+    """``product`` with ``more`` features of zeros, which are dropped from what it returns.
+
+    That is contiguous as it would be without them: whoever views it must not need to know.
+    """
+    bias_O = None if bias_O is None else F.pad(bias_O, (0, more))
+    return product(x_BI, F.pad(weight_OI, (0, 0, 0, more)), bias_O)[..., :-more].contiguous()
 
 
 def reduced_product(x_NI: Tensor, weight_OI: Tensor, waves: int, mesh: Mesh) -> Tensor:
