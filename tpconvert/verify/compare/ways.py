@@ -25,11 +25,14 @@ def compare_other_size(pair: Pair) -> None:
 
 
 def compare_ways(pair: Pair) -> None:
-    """Outputs in every other way that the whole model is called in; and in the first it takes, gradients as well."""
+    """Outputs and gradients in the first other way in which the whole model has both.
+
+    Fused attention in bfloat16 has no gradients for rows that see nothing, as padding on the left makes them.
+    """
     refusals = []
     for way in ways(pair.whole, pair.inputs):
         refusals.append(_compare(pair, way.inputs, way.name, f"A call {way.name} was", gradients=True))
-        if not refusals[-1]:
+        if not refusals[-1] and pair.lost_in != way.name:
             break
     else:
         for refusal in refusals[:1]:
