@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SECONDS, MEMORY = 60, 6 << 30
+SECONDS, MEMORY = 90, 8 << 30
 PATIENCE = 60
 """How many times longer than it computes a process may take, where others compute beside it."""
 RANKS_LIMIT = 60.0

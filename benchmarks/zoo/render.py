@@ -19,7 +19,8 @@ HOW_TO_READ = """\
 ## How to read it
 
 Each type is built from its default configuration with random weights, its widths and its counts of layers made small;
-it is the class's own code that runs.  `by` in `coverage.jsonl` says how much smaller.  Every process had {limits}.
+it is the class's own code that runs.  `by` in `coverage.jsonl` says how much smaller.  What a default lacks, or what
+hangs together in it, is given in `benchmarks/zoo/configs.toml`, type by type.  Every process had at most {limits}.
 
 - **cut %**: the share of all parameters that is on one rank only; **Linear cut %**: of the weights of Linear, Conv1D
   and expert layers, which are most of a large model.  Small models have proportionally more embeddings and norms.
