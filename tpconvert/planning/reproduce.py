@@ -51,11 +51,7 @@ def reproduce(trace: Trace, plan: Plan, rules: Sequence[Path] = ()) -> Reproduce
     collective than the plan has.
     """
     ax = Axes(trace, load_rules(rules), joined_in(plan, trace))
-    named = {
-        _candidate(ax, axis, plan): axis.name
-        for axis in plan.axes
-        if any(n in trace.parameters for n in axis.parameters)
-    }
+    named = _candidates(ax, [a for a in plan.axes if any(n in trace.parameters for n in a.parameters)], plan)
     named |= _siblings(ax, plan, named)
     chosen = list(named)
     names = {a: name for c, name in named.items() for a in (c.atom, *c.inner)}
@@ -160,8 +156,25 @@ def _copied(flow: Flow) -> set[str]:
     return {p.host.call.module for p in flow.copies if p.host is not None and p.host.side == "input"}
 
 
-def _candidate(ax: Axes, axis: Axis, plan: Plan) -> Candidate:
-    """The atom of one of the plan's axes: the one all its parameters carry in their cut dim."""
+def _candidates(ax: Axes, axes: Iterable[Axis], plan: Plan) -> dict[Candidate, str]:
+    """The atoms of the plan's axes, each one of its own, and their names.
+
+    All parameters of one axis may be cut along another as well, as where two halves of a layer go into the same next
+    one and the second half is read besides: so those that only one atom can be are found first.
+    """
+    could = {axis: _atoms(ax, axis, plan) for axis in axes}
+    found: dict[Candidate, str] = {}
+    taken: set[Term] = set()
+    for axis in sorted(could, key=lambda axis: len(could[axis])):
+        free = [_with_inner(ax, atom) for atom in could[axis] - taken or could[axis]]
+        best = max(free, key=lambda c: _matches(ax, c, axis, plan))
+        found[best] = axis.name
+        taken.add(best.atom)
+    return found
+
+
+def _atoms(ax: Axes, axis: Axis, plan: Plan) -> set[Term]:
+    """The atoms that all parameters of an axis carry in their cut dim."""
     common: set[Term] | None = None
     for name in axis.parameters:
         node = ax.trace.parameters.get(name)
@@ -172,7 +185,7 @@ def _candidate(ax: Axes, axis: Axis, plan: Plan) -> Candidate:
         common = here if common is None else common & here
     if not common:
         raise VerifyError(f"{axis.name}: no axis of {axis.size} runs through all its parameters in this model.")
-    return max((_with_inner(ax, atom) for atom in common), key=lambda c: _matches(ax, c, axis, plan))
+    return common
 
 
 def _with_inner(ax: Axes, atom: Term) -> Candidate:
