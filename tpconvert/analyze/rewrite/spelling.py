@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,23 @@ from torch.overrides import resolve_name
 
 class UnsupportedError(Exception):
     """This forward cannot be written as data, for this reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A number that is a limit of a dtype: ``min``, ``max``, ``eps`` or ``tiny`` of ``torch.finfo``."""
+
+    name: str
+
+
+def limited(node: fx.Node, limit: Limit, value: float) -> fx.Node:
+    """The tensor of an op's whose dtype has this limit."""
+    for source in node.all_input_nodes:
+        made = source.meta["val"]
+        floats = isinstance(made, torch.Tensor) and made.is_floating_point()
+        if floats and getattr(torch.finfo(made.dtype), limit.name) == value:
+            return source
+    raise UnsupportedError(f"{node.meta['op']} in its forward is given a dtype that moves with the model's")
 
 
 def target_name(node: fx.Node) -> str:

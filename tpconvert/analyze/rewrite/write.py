@@ -20,7 +20,7 @@ from tpconvert.analyze.emulate.run import is_local
 from tpconvert.analyze.flow.run import Flow, Placed
 from tpconvert.analyze.rewrite.decisions import hindrance, idle, questions
 from tpconvert.analyze.rewrite.edits import spell
-from tpconvert.analyze.rewrite.spelling import UnsupportedError, constant, target_name
+from tpconvert.analyze.rewrite.spelling import Limit, UnsupportedError, constant, limited, target_name
 from tpconvert.analyze.trace.provenance import Int, dims_read, evaluate, reads_shape
 from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Rewrite
@@ -265,6 +265,9 @@ class _Writer:
                         kwargs={},
                     )
                 }
+            if isinstance(limit := self.training.get((number, path)), Limit):
+                of = self.name(limited(node, limit, tree))
+                return {"$": self.add("limit", target=limit.name, args=[{"$": of}])}
             if (number, path) in self.training:
                 return {"$": self.add("training_else", args=[constant(self.training[number, path]), constant(tree)])}
             if isinstance(tree, tuple | list):

@@ -12,6 +12,7 @@ The graph is data from a file, so an op is taken only from a closed list: torch'
 ``item``, ``args: [sequence, index]``       one of several results
 ``training``                                whether the module is in training mode
 ``training_else``, ``args: [a, b]``         ``a`` in training mode, else ``b``
+``limit``, ``target``, ``args: [tensor]``   ``min``, ``max``, ``eps`` or ``tiny`` of the tensor's dtype
 ``check``, ``target``, ``args``, ``value``  a comparison that must come out as recorded; ``says`` it in words
 ``draw``, ``cut``                           a switch of random numbers, as :class:`~tpconvert.spec.plan.Switch`
 ``copy`` ``reduce`` ``gather`` ...          a collective, with ``dim``, ``blocks``, ``span`` where it needs them
@@ -211,6 +212,8 @@ class GraphBuilder:
             return self.call(read, self.module, "training")
         if op == "training_else":
             return self.call(choose, self.call(read, self.module, "training"), *args)
+        if op == "limit" and target in ("min", "max", "eps", "tiny"):
+            return self.call(_named(op, lambda x: getattr(torch.finfo(x.dtype), target)), *args)
         if op == "draw":
             cut, mesh = bool(data["cut"]), self.mesh
             return self.call(_named(op, lambda module: turn(mesh, cut) if module.training else None), self.module)

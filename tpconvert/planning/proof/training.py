@@ -3,7 +3,8 @@
 A rewritten forward is a recorded one, so it must hold for later calls too.  The model is captured once more in train
 mode, in train mode and another dtype, and at other sizes of the inputs; a module that does the same each time may be
 rewritten.  Constants that differ in train mode become a choice, dtypes that differ are read from the tensor they were
-read from.  Each capture is made when it is first asked for.
+read from, limits of dtypes from the tensor they go with; any other constant that moves with the dtype is another path.
+Each capture is made when it is first asked for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import fx, nn
 from tpconvert.analyze.axes.run import Axes, tensors
 from tpconvert.analyze.axes.terms import Term, find, leaves
 from tpconvert.analyze.capture.run import Inputs, Trace, capture
+from tpconvert.analyze.rewrite.spelling import Limit
 from tpconvert.analyze.trace.copies import copied
 from tpconvert.analyze.trace.draws import DROPS, ENDS
 from tpconvert.analyze.trace.trees import floats_as
@@ -28,6 +30,8 @@ from tpconvert.planning.sizes import OtherSizes
 
 NORMS = frozenset(["batch_norm", "instance_norm"])
 """Ops with a flag for training; their rule holds with the flag and without."""
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Differences = dict[str, dict[Any, Any] | None]
 """Module path -> the constants that differ between two captures; None where the ops do."""
@@ -72,18 +76,29 @@ class Training:
         for other, where in zip(self.trained, ("training", "another dtype"), strict=True):
             if other is None or len(other[path]) != len(mine) or constants_that_differ(mine, other[path]) is None:
                 return f"it takes another path in {where}"
+        if None in self.by_dtype(path).values():
+            return "it takes another path in another dtype"
         for other in self.resized[0]:
             if constants_that_differ(mine, other[path]) != {}:
                 return "it does something else at another size of the inputs"
         return ""
 
     def constants(self, path: str) -> dict[Place, Any]:
-        """The constants of a module that differ in training, where it may be rewritten."""
-        out: dict[Place, Any] = {}
-        for other in reversed(self.trained):
-            assert other is not None
-            out |= constants_that_differ(self.calls[path], other[path]) or {}
-        return out
+        """The constants of a module that differ in training or move with the dtype, where it may be rewritten."""
+        trained, _ = self.trained
+        assert trained is not None
+        return (constants_that_differ(self.calls[path], trained[path]) or {}) | self.by_dtype(path)
+
+    def by_dtype(self, path: str) -> dict[Place, Any]:
+        """The constants of a module that are others in another dtype: that dtype, the limit they are, or None."""
+        trained, moved = self.trained
+        assert trained is not None and moved is not None
+        mine, theirs = trained[path], moved[path]
+        known = {place: value for call in mine for place, value in call.leaves.items()}
+        return {
+            place: other if isinstance(other, torch.dtype) else limit(known[place], other)
+            for place, other in (constants_that_differ(mine, theirs) or {}).items()
+        }
 
     @property
     def fixed(self) -> set[Term]:
@@ -158,6 +173,14 @@ class Training:
                 )
         except SourceError as error:
             return error.message
+
+
+def limit(value: Any, other: Any) -> Limit | None:
+    """What a number is of its dtype, which is another number of another dtype; None where it is nothing known."""
+    for name in ("min", "max", "eps", "tiny"):
+        if {value, other} <= {getattr(torch.finfo(dtype), name) for dtype in FLOATS}:
+            return Limit(name)
+    return None
 
 
 def _other_numbers(calls: list[list[fx.Node]], differing: dict[Any, Any]) -> bool:
