@@ -15,7 +15,7 @@ from tpconvert.analyze.capture.by_values import is_written, shaped_by_values
 from tpconvert.analyze.capture.parts import APART, in_parts
 from tpconvert.analyze.trace.call import Call
 from tpconvert.analyze.trace.entering import Entered
-from tpconvert.analyze.trace.provenance import Expression, Formulas, Int, dims_read
+from tpconvert.analyze.trace.provenance import Expression, Formulas, Int
 from tpconvert.analyze.trace.trees import Held, constant_slots, fresh, is_plain, tensor_slots, tensors_in
 from tpconvert.analyze.watch.gradients import is_foreign, mark_differentiable, showing_functions, watch, watches
 from tpconvert.analyze.watch.hooks import hooked, sees_inputs, sees_outputs, standing_inside
@@ -55,7 +55,7 @@ class Noted(Formulas):
         """One more."""
         super().append(expression)
         if self.stack:
-            self.stack[-1].sized += dims_read(expression)
+            self.stack[-1].feed(expression)
 
     def decided(self, question: Callable[[Any, Any], bool], left: Expression, right: Expression, answer: bool) -> None:
         """The call under way compared two integers."""

@@ -2,7 +2,8 @@
 
 Every site (an integer argument that is the size of a cut term) gives one equation: the expression it was made from,
 under the edited attributes and the local sizes of the tensors it read, is the local size.  An attribute that also
-fed a formula (``head_dim ** -0.5``) or an op as a value is never edited: shapes would be right and values wrong.
+fed a formula (``head_dim ** -0.5``) or an op as a value is never edited: shapes would be right and values wrong.  A
+formula of several integers (``(width // heads) ** -0.5``) gives an equation too: they must come to what they were.
 Calls whose equations cannot be met are returned, to be rewritten from their graph.
 """
 
@@ -48,7 +49,7 @@ class Place:
 class Equation:
     """One site: ``expression`` must come to the local size of ``term``."""
 
-    node: fx.Node
+    what: str
     call: Call
     expression: Expression
     term: Term
@@ -84,7 +85,8 @@ class _Solver:
         self.paths = _paths(self.ax.trace.module)
         self.values: dict[Place, Value] = {}
         self.atoms: dict[Call, list[Term]] = {}
-        self.equations = [e for e in self._equations() if e.call.module not in rewritten]
+        found = (*self._equations(), *self._formulas())
+        self.equations = [e for e in found if e.call.module not in rewritten]
         self.fixed = self._fixed()
         self.by_place: dict[Place, list[Equation]] = defaultdict(list)
         for e in self.equations:
@@ -98,9 +100,7 @@ class _Solver:
             if e.call in unmet or self.met(e):
                 continue
             if not self.repair(e):
-                unmet[e.call] = (
-                    f"{e.node.meta['op']} in its forward is given {spell(e.expression)}, which no attribute divides"
-                )
+                unmet[e.call] = f"{e.what} in its forward is given {spell(e.expression)}, which no attribute divides"
         for place in [p for p in self.values if any(not self.met(e) for e in self.by_place[p] if e.call not in unmet)]:
             for e in self.by_place[place]:
                 unmet.setdefault(e.call, f"{place.attribute} counts more than one thing")
@@ -185,12 +185,20 @@ class _Solver:
                 cut = local and bool(leaves(site.term) & self.flow.cut_atoms)
                 if isinstance(value, int) and (cut or isinstance(value, Int)) and node.meta["call"] is not None:
                     term = site.term if cut else V(abs(int(value)))
-                    out.append(Equation(node, node.meta["call"], expression(value), term, site.sign))
+                    out.append(Equation(node.meta["op"], node.meta["call"], expression(value), term, site.sign))
         return out
+
+    def _formulas(self) -> Iterator[Equation]:
+        """One for each formula that several integers fed together, which must come to what they were."""
+        for call in self.ax.trace.calls:
+            for made in dict.fromkeys(call.fed):
+                if is_joint(made) and (whole := evaluate(made, self.whole, lambda node, i: self.ax.of(node)[i].n)):
+                    yield Equation("a formula", call, made, V(abs(whole)), 1 if whole > 0 else -1)
 
     def _fixed(self) -> set[Attribute]:
         """Attributes that must keep their value: they fed a formula, or an op as a value."""
-        fixed = {a for f in self.ax.trace.formulas for a in attributes(f)}
+        joint = {f for call in self.ax.trace.calls for f in call.fed if is_joint(f)}
+        fixed = {a for f in self.ax.trace.formulas if f not in joint for a in attributes(f)}
         for node in self.ax.trace.nodes:
             known = {s.path for s in self.ax.sites.get(node, ())}
             for path, value in integers((node.args, node.kwargs)):
@@ -238,6 +246,11 @@ def integers(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...
     if isinstance(tree, slice):
         return [x for k in ("start", "stop", "step") for x in integers(getattr(tree, k), (*path, k))]
     return []
+
+
+def is_joint(made: Expression) -> bool:
+    """Whether an integer was made from an attribute and something else that may be cut with it."""
+    return isinstance(made, tuple) and made[0] != "dim" and bool(attributes(made))
 
 
 def _paths(module: nn.Module) -> dict[int, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from tpconvert.analyze.trace.provenance import Expression
+from tpconvert.analyze.trace.provenance import Expression, dims_read
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +27,8 @@ class Call:
     """A question about values that its own forward asked of a tensor, so that it may take another path another time."""
     sized: list[tuple[fx.Node, int]] = field(default_factory=list)
     """The dims of tensors whose sizes its own forward made a number of."""
+    fed: list[Expression] = field(default_factory=list)
+    """Integers with a memory that fed a formula in its own forward."""
     decided: dict[tuple[Any, Expression, Expression], bool] = field(default_factory=dict)
     """``(question, left, right)`` -> the answer, for the integers with a memory that its own forward compared."""
     stand_ins: list[fx.Node] = field(default_factory=list)
@@ -45,6 +47,11 @@ class Call:
     """Number of nodes recorded before it was called."""
     end: int = 0
     """Number of nodes recorded before it returned."""
+
+    def feed(self, expression: Expression) -> None:
+        """Its own forward made a number of an integer with a memory."""
+        self.fed.append(expression)
+        self.sized += dims_read(expression)
 
     def inside(self, other: Call) -> bool:
         """Whether this call happened within ``other`` (or is it)."""
