@@ -81,7 +81,7 @@ def parallelize(
     add_boundaries(module, boundaries, mesh)
     add_switches(module, plan.switches, mesh)
     sum_together(module, mesh)
-    keep(module, plan)
+    keep(module, plan, mesh)
     return module
 
 

@@ -32,6 +32,7 @@ from tpconvert.analyze.trace.trees import map_tensors
 from tpconvert.analyze.watch.shadow import Shadow, needs_shadow
 from tpconvert.errors import PlanError, RuleError, VerifyError
 from tpconvert.parallel.calls.kept import refuse_converted
+from tpconvert.parallel.calls.slots import kind_of
 from tpconvert.planning.layers import cut_parameters, inner_norms, norms_apart, whole_layers
 from tpconvert.planning.proof.held import NotWrittenError, hold
 from tpconvert.planning.proof.otherwise import Otherwise
@@ -138,7 +139,7 @@ class Planning:
         Whoever reads the plan takes these apart too, and knows of no others.
         """
         while True:
-            plan = self.without_reached(self.settle())
+            plan = self.with_others(self.settle())
             kept = norms_apart(plan) & self.trace.apart
             if kept == self.trace.apart:
                 return plan
@@ -146,19 +147,18 @@ class Planning:
             self.otherwise = Otherwise(self.rules)
             self.begin(Axes(self.trace, self.trace.rules, layers))
 
-    def without_reached(self, plan: Plan) -> Plan:
-        """The plan, in which what was called in training or another way is no longer unreached."""
-        if not plan.unreached and not plan.slices.unreached:
-            return plan
-        traces = [self.training.other, *self.otherwise.traces]
-        called = {c.module for trace in traces if trace is not None for c in trace.calls}
+    def with_others(self, plan: Plan) -> Plan:
+        """The plan with what is known of all calls that were captured: what they reach, and what they return."""
+        traces = [t for t in (self.trace, self.training.other, *self.otherwise.traces) if t is not None]
+        called = {c.module for trace in traces for c in trace.calls}
 
         def left(paths: Sequence[str]) -> tuple[str, ...]:
             return tuple(p for p in paths if not any(c == p or c.startswith(f"{p}.") for c in called))
 
-        if (sliced := plan.slices.unreached) is not None:
-            plan = replace(plan, slices=replace(plan.slices, unreached=left(sliced)))
-        return replace(plan, unreached=left(plan.unreached))
+        if plan.slices.unreached is not None:
+            plan = replace(plan, slices=replace(plan.slices, unreached=left(plan.slices.unreached)))
+        returns = {kind_of(slot) for trace in traces for slot in trace.outputs}
+        return replace(plan, unreached=left(plan.unreached), returns=tuple(sorted(returns)))
 
     def settle(self) -> Plan:
         """Draft and prove until a plan holds."""

@@ -8,7 +8,8 @@ A plan holds, for one module and one tp degree,
 * the :class:`Switch` list: where random numbers begin to differ between ranks, and where they end to,
 * the :class:`Rewrite` list: modules whose forward is replaced by their own recorded graph,
 * the :class:`Slices`: what differs where values between regions are slices of the tokens,
-* the modules that are ``unreached``: what they would do among terms of sums is not known.
+* the modules that are ``unreached``: what they would do among terms of sums is not known,
+* the slots of what the model ``returns``: what it returns elsewhere was not looked at.
 
 It is JSON that a person can read, diff and edit.
 """
@@ -205,6 +206,8 @@ class Plan:
     slices: Slices = Slices(UNKNOWN)
     unreached: tuple[str, ...] = ()
     """Modules that no captured forward called, held by one whose own forward sees terms of sums: not to be called."""
+    returns: tuple[str, ...] = ()
+    """Slots of the tensors that captured calls returned, numbers further in ``*``; empty where that is not known."""
     notes: tuple[str, ...] = ()
     """Guesses and warnings, in words."""
     source: dict[str, Any] = field(default_factory=dict)
@@ -256,6 +259,7 @@ class Plan:
                 axes=tuple(_read(Axis, a) for a in data.get("axes", ())),
                 slices=_read(Slices, data["slices"]) if "slices" in data else Slices(UNKNOWN),
                 unreached=tuple(data.get("unreached", ())),
+                returns=tuple(data.get("returns", ())),
                 notes=tuple(data.get("notes", ())),
                 source=dict(data.get("source", {})),
             )

@@ -6,16 +6,24 @@ plan speaks of are looked for, each time the module that holds them is called.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tpconvert.errors import PlanError
+from tpconvert.parallel.calls.signature import leaves
+from tpconvert.parallel.calls.slots import kind_of
+from tpconvert.parallel.comm.collectives import every, transformed
+from tpconvert.parallel.comm.mesh import Mesh
 from tpconvert.spec.plan import Plan
 
 CHANGE_FIRST = "Change the model first, then plan and convert it."
+
+LOOKED_AT, NEAR = 64, 4
+"""Entries of a tensor that are compared over ranks, and by how many last bits of the largest they may part."""
 
 REFUSED = {
     "save_pretrained": "tpconvert.save writes it as a sharded folder, tpconvert.merge makes one checkpoint of that.",
@@ -96,8 +104,46 @@ class Unreached:
         )
 
 
-def keep(root: nn.Module, plan: Plan) -> None:
-    """See to it that the parts of a converted module stay."""
+class Returned:
+    """Hook of the root: what it returns where no captured call did is the same on all ranks, or that is told.
+
+    Attention maps that an option asks for are those of a rank's heads.  Each place is looked at once.
+    """
+
+    def __init__(self, known: tuple[str, ...], mesh: Mesh) -> None:
+        self.seen, self.mesh = set(known), mesh
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Compare some entries of each tensor in a place that is new."""
+        if transformed() or self.mesh.dry:
+            return
+        for slot, value in leaves(output, ""):
+            if isinstance(value, Tensor) and (kind := kind_of(slot.removeprefix("."))) not in self.seen:
+                self.seen.add(kind)
+                if not self.same(value.detach()):
+                    warnings.warn(
+                        f"{kind}: what the model returns here was not there when it was planned, and differs from rank "
+                        "to rank: it may be a rank's part.  Plan the model with inputs that return it.",
+                        stacklevel=2,
+                    )
+
+    def same(self, x: Tensor) -> bool:
+        """Whether all ranks have it."""
+        if x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return True
+        x = torch.view_as_real(x) if x.is_complex() else x
+        found = torch.full((2, LOOKED_AT), float(x.numel()), device=x.device)
+        if x.numel():
+            at = torch.linspace(0, x.numel() - 1, LOOKED_AT, device=x.device).long()
+            found[1] = x.flatten()[at]
+        ranks = every(found, self.mesh)
+        near = NEAR * torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+        near *= found[1].nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()
+        return torch.allclose(ranks, found.expand_as(ranks), rtol=0.0, atol=near, equal_nan=True)
+
+
+def keep(root: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """See to it that the parts of a converted module stay, and tell where it returns what was not looked at."""
     cut: dict[str, list[str]] = {}
     for verdict in plan.verdicts:
         if verdict.kind == "parameter" and (verdict.layout.cut or verdict.sum_grad or verdict.once):
@@ -118,6 +164,8 @@ def keep(root: nn.Module, plan: Plan) -> None:
         for name in REFUSED:
             if hasattr(type(module), name):
                 module.__dict__[name] = Refused(module, name)
+    if plan.returns:
+        root.register_forward_hook(Returned(plan.returns, mesh))
     root.__dict__["_tp_converted"] = True
 
 

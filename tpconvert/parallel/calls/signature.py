@@ -46,7 +46,7 @@ class Signature:
         given = {leaf.split(".")[0] for leaf in (*constants, *tensors)}
         for name, value in defaults.items():
             if name not in given:
-                constants |= dict(_leaves(value, name))
+                constants |= dict(leaves(value, name))
         return cls(where, names, defaults, slots, constants, tensors)
 
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -68,7 +68,7 @@ class Signature:
         given |= kwargs
         found: dict[str, Any] = {}
         for name, value in given.items():
-            found |= dict(_leaves(value, name))
+            found |= dict(leaves(value, name))
         return found
 
     def other(self, found: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -107,7 +107,8 @@ def _by_name(slot: str, names: tuple[str, ...]) -> str:
     return ".".join([first, *rest])
 
 
-def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """``(slot, value)`` of each leaf of nested containers."""
     if isinstance(tree, Mapping):
         children = [(str(k), v) for k, v in tree.items()]
     elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -120,4 +121,4 @@ def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         yield prefix, tree
         return
     for key, value in children:
-        yield from _leaves(value, f"{prefix}.{key}")
+        yield from leaves(value, f"{prefix}.{key}")

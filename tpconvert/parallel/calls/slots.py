@@ -56,6 +56,12 @@ def output_slots(texts: Iterable[str], where: str) -> tuple[Slot, ...]:
     return tuple(Slot(text, where, tuple(text.split(".")) if text else ()) for text in texts)
 
 
+def kind_of(slot: str) -> str:
+    """A slot, where entries of one list in an output are one: ``losses.0`` and ``losses.3`` are ``losses.*``."""
+    first, *rest = slot.split(".")
+    return ".".join([first, *("*" if step.isdigit() else step for step in rest)])
+
+
 Change = Callable[[Tensor], Tensor]
 Done = list[tuple[Tensor, Tensor]]
 
