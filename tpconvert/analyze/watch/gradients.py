@@ -190,10 +190,13 @@ class Applied:
 
 def mark_differentiable(node: fx.Node) -> None:
     """Mark a node, and all it was computed from, as taking part in differentiation."""
-    pending = [node]
+    pending, several = [node], set[fx.Node]()
     while pending:
         node = pending.pop()
         value = node.meta.get("val")
+        if isinstance(value, tuple | list) and node not in several:  # of which an item is one
+            several.add(node)
+            pending += node.all_input_nodes
         if node.meta.get("grad") or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
         node.meta["grad"] = True
