@@ -184,7 +184,9 @@ def _atoms(ax: Axes, axis: Axis, plan: Plan) -> set[Term]:
         here = {a for a in leaves(ax.of(node)[dim]) if a.n == axis.size}
         common = here if common is None else common & here
     if not common:
-        raise VerifyError(f"{axis.name}: no axis of {axis.size} runs through all its parameters in this model.")
+        raise NotHeldError(
+            f"{axis.name}: no axis of {axis.size} runs through all its parameters in this model.", [axis.name]
+        )
     return common
 
 
