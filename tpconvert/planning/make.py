@@ -70,17 +70,22 @@ def make_plan(
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No cyclic garbage collection: planning makes some hundred thousand objects that all live until it is done.
+    """No cyclic garbage collection but where much is copied: planning makes some hundred thousand objects that all
+    live until it is done, and the collector would look at them again and again, which costs a fifth of the time.
 
-    The collector would look at them again and again, which costs a fifth of the time.
+    What was there before is not looked at even then.
     """
-    running = gc.isenabled()
+    running, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
+    if running and not frozen:
+        gc.freeze()
     try:
         yield
     finally:
         if running:
             gc.enable()
+        if running and not frozen:
+            gc.unfreeze()
 
 
 class Planning:
@@ -149,7 +154,9 @@ class Planning:
 
     def with_others(self, plan: Plan) -> Plan:
         """The plan with what is known of all calls that were captured: what they reach, and what they return."""
-        traces = [t for t in (self.trace, self.training.other, *self.otherwise.traces) if t is not None]
+        asked = plan.unreached or plan.slices.unreached
+        trained = self.training.other if asked else vars(self.training).get("other")  # not captured for this alone
+        traces = [t for t in (self.trace, trained, *self.otherwise.traces) if t is not None]
         called = {c.module for trace in traces for c in trace.calls}
 
         def left(paths: Sequence[str]) -> tuple[str, ...]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import resource
+import sys
 from collections.abc import Mapping
 from inspect import getattr_static
 from typing import Any
@@ -13,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from tpconvert.errors import SourceError
 
+LARGE, MUCH = 2**24, 2**31
+"""Bytes of parameters, and of what the process has held at once: from either on, what is not needed is let go."""
+
 
 def copied(module: nn.Module, parameters: Mapping[int, nn.Parameter] | None = None) -> nn.Module:
     """A deep copy; ``parameters`` gives those of the copy in place of some of the module's, by their ids.
@@ -22,6 +28,8 @@ def copied(module: nn.Module, parameters: Mapping[int, nn.Parameter] | None = No
     forward computes it anew.  A view of a parameter is a view of the copy's.  Hooks on the gradients of parameters,
     which torch does not copy, and what refuses to be copied (a lock, a file, a Python module) are shared.
     """
+    if not gc.isenabled():
+        _make_room(module)
     shared: dict[int, Any] = {}
     while True:
         try:
@@ -36,6 +44,13 @@ def copied(module: nn.Module, parameters: Mapping[int, nn.Parameter] | None = No
                     f"{type(error).__name__}: {' '.join(str(error).split())}"
                 ) from error
             shared[id(culprit)] = culprit
+
+
+def _make_room(module: nn.Module) -> None:
+    """Free copies and graphs of before where they are many bytes: they hang in cycles, and no collector runs now."""
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if held >= MUCH or sum(p.nbytes for p in module.parameters() if not p.is_meta) >= LARGE:
+        gc.collect()
 
 
 def _trained_alike(made: nn.Module, module: nn.Module) -> nn.Module:
