@@ -110,8 +110,9 @@ def embedding_bag(ax: Axes, node: fx.Node, a: Bound) -> list[Dims]:
     table = ax.of(a["weight"])
     others = [n for n in nodes_in((node.args, node.kwargs)) if n is not a["weight"]]
     ax.block([table[0], *(t for n in others for t in ax.of(n))], node, "embedding_bag: looked up by data")
-    bags, *counts = fresh_dims(node)
-    return [[bags[0], table[1]], *([[d[0], table[1]] if len(d) == 2 else d for d in counts])]
+    if any(n.meta["val"].is_floating_point() for n in others):
+        ax.block(table[1], node, "embedding_bag: the gradient of its weights is a sum over this dim")
+    return [[d[0], table[1]] if len(d) == 2 else d for d in fresh_dims(node)]
 
 
 def grouped_mm(ax: Axes, node: fx.Node, a: Bound) -> Dims:
