@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -230,16 +231,13 @@ def past_caches(owners: Iterable[Any]) -> Iterator[None]:
     It is equal to any other of its value, so a cache would give what was made for another tensor, of another layer or
     of a capture before, and would keep for all calls to come what was made for this one.
     """
-    holders = [module for module in list(sys.modules.values()) if type(module) is type(sys)]
-    holders += [*owners, *{base for owner in owners for base in type(owner).__mro__}]
     undo: list[tuple[Any, str, Any]] = []
-    for holder in holders:
-        for name, value in list(vars(holder).items()):
-            bare = value.__func__ if type(value) is staticmethod else value  # others may be proxies, which warn
-            if type(bare) is functools._lru_cache_wrapper:
-                undo.append((holder, name, value))
-                anew = _past_cache(bare)
-                setattr(holder, name, anew if bare is value else staticmethod(anew))
+    for holder, name in _caches(owners):
+        value = vars(holder)[name]
+        bare = _bare(value)
+        undo.append((holder, name, value))
+        anew = _past_cache(bare)
+        setattr(holder, name, anew if bare is value else staticmethod(anew))
     try:
         yield
     finally:
@@ -247,6 +245,32 @@ def past_caches(owners: Iterable[Any]) -> Iterator[None]:
             setattr(holder, name, value)
 
 
+def _caches(owners: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+    """``(holder, name)`` of each cached function."""
+    modules = [module for module in list(sys.modules.values()) if type(module) is ModuleType]
+    for module in modules:
+        for name in _cached_names(module, len(vars(module))):
+            if _is_cache(vars(module).get(name)):
+                yield module, name
+    for holder in [*owners, *{base for owner in owners for base in type(owner).__mro__}]:
+        yield from [(holder, name) for name, value in vars(holder).items() if _is_cache(value)]
+
+
+@functools.cache
+def _cached_names(module: ModuleType, size: int) -> tuple[str, ...]:
+    """The names in a module that was this large: there are a hundred thousand in all, and few are added later."""
+    return tuple(name for name, value in vars(module).items() if _is_cache(value))
+
+
+def _bare(value: Any) -> Any:
+    return value.__func__ if type(value) is staticmethod else value  # others may be proxies, which warn
+
+
+def _is_cache(value: Any) -> bool:
+    return type(_bare(value)) is functools._lru_cache_wrapper
+
+
+@functools.lru_cache(maxsize=None)
 def _past_cache(cached: Any) -> Any:
     @functools.wraps(cached)
     def call(*args: Any, **kwargs: Any) -> Any:
