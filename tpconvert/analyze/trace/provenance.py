@@ -270,7 +270,7 @@ def _is_cache(value: Any) -> bool:
     return type(_bare(value)) is functools._lru_cache_wrapper
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _past_cache(cached: Any) -> Any:
     @functools.wraps(cached)
     def call(*args: Any, **kwargs: Any) -> Any:
