@@ -178,6 +178,18 @@ def test_updates_are_kept_for_each_parameter_that_had_another_number(tmp_path: P
     assert progress.updates == dict.fromkeys(names, 2.0) and "unused.weight" not in names
 
 
+KEEPS = "4 -> 8 sequences a step on dp 1 -> 2 (training.global_batch_size=4 keeps them)"
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, KEEPS), (8, "")])
+def test_a_step_that_another_dp_makes_larger_is_told(tmp_path: Path, given, told):
+    sizes = {"micro_batch_size": 4, "global_batch_size": given, "steps": 2}
+    config, folder = settings(tmp_path, **sizes), make_folder(tmp_path / "model", 1)
+    alone(folder, config, tmp_path / "run")
+    assert state.changes(tmp_path / "run" / "step-2", config, 1) == ""
+    assert state.changes(tmp_path / "run" / "step-2", config, 2) == (told and f"changed since step-2: {told}")
+
+
 def test_what_is_not_as_it_was_when_a_step_was_saved_is_told(tmp_path: Path, capsys):
     config, folder = settings(tmp_path, steps=2), make_folder(tmp_path / "model", 1)
     alone(folder, config, tmp_path / "run")

@@ -81,7 +81,7 @@ def train(
     # Data: one rank of each machine tokenizes, the others find the tokens in the cache.
     examples = data.open_data(folder, run.output, run.plan, config, mesh, run.first if prepares is None else prepares)
     config = examples.resolved(config)
-    changed = state.changes(start, config) if progress.step else ""
+    changed = state.changes(start, config, mesh.dp_degree) if progress.step else ""
     run = replace(run, config=config)
     best = gathered(mesh, together(mesh, lambda: find_best(run, progress)))[0]
     progress = replace(progress, best=best)

@@ -179,11 +179,15 @@ def read_progress(folder: Path, resume: str) -> Progress:
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
 
 
-def changes(start: Path, config: Config) -> str:
-    """What of the configuration is not as it was when a step was saved; an optimizer of another kind is refused."""
+def changes(start: Path, config: Config, dp: int) -> str:
+    """What of the configuration is not as it was when a step was saved; an optimizer of another kind is refused.
+
+    On another dp a step has other sequences, where their number is not set.
+    """
     try:
-        then, now = json.loads((start / TRAINER).read_text("utf-8"))["config"], config.model_dump(mode="json")
-        before, after = dict(_flat(then)), dict(_flat(now))
+        then, now = json.loads((start / TRAINER).read_text("utf-8")), config.model_dump(mode="json")
+        before, after = dict(_flat(then["config"])), dict(_flat(now))
+        sizes = _step_size(before, then["dp"]), _step_size(after, dp)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of another version: nothing to compare
         return ""
     kind = "training.optimizer"
@@ -194,7 +198,14 @@ def changes(start: Path, config: Config) -> str:
         )
     told = [f"{key} {json.dumps(before.get(key))} -> {json.dumps(after[key])}" for key in after if key in before
             and before[key] != after[key] and key.startswith(("training.", "data."))]  # fmt: skip
+    if sizes[0] != sizes[1] and then["dp"] != dp:
+        told.append(f"{sizes[0]} -> {sizes[1]} sequences a step on dp {then['dp']} -> {dp} "
+                    f"(training.global_batch_size={sizes[0]} keeps them)")  # fmt: skip
     return f"changed since {start.name}: {', '.join(told)}" if told else ""
+
+
+def _step_size(flat: Mapping[str, Any], dp: int) -> int:
+    return int(flat["training.global_batch_size"] or flat["training.micro_batch_size"] * dp)
 
 
 def _flat(data: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
