@@ -1,5 +1,6 @@
 """Real ranks of real processes: what they print, how they end."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -110,6 +111,26 @@ def test_a_signal_saves_and_ends_the_run_cleanly(tmp_path: Path, number: int):
     assert (process.returncode, error) == (0, "")
     (step,) = state.complete_steps(tmp_path / "run")
     assert f"told to stop after {step.name.replace('-', ' ')}" in out and f"saved {step}" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_training_began_is_no_success(tmp_path: Path, number: int):
+    """Ranks that wait for a configuration to be written have nothing to save."""
+    file, end, until = tmp_path / "config.yaml", None, time.monotonic() + 60
+    os.mkfifo(file)
+    process = start(2, make_folder(tmp_path / "model", 2), "--config", file, "--output", tmp_path / "run")
+    while end is None:
+        assert time.monotonic() < until and process.poll() is None
+        with contextlib.suppress(OSError):  # nobody reads yet
+            end = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+        time.sleep(0.5)
+    time.sleep(2)  # the other rank
+    process.send_signal(number)
+    out, error = process.communicate(timeout=60)
+    os.close(end)
+    told = "error: told to stop before training began; nothing is saved.\n"
+    assert (process.returncode, out, error) == (128 + number, "", told)
+    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import click
 
-from tpconvert.train.launch import main
+from tpconvert.train.launch import BEGUN, main
 
 
 @click.command()
@@ -34,7 +35,15 @@ def command(
     overrides: tuple[str, ...],
 ) -> None:
     """Train the sharded folder DIR on the ranks that torchrun started."""
-    sys.exit(main(folder, config_path, overrides, output=output, resume=resume, trust_remote_code=trust_remote_code))
+    try:
+        code = main(
+            folder, config_path, overrides, output=output, resume=resume, trust_remote_code=trust_remote_code
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        if BEGUN not in os.environ:  # else who launched this rank says so, once
+            click.echo("error: interrupted.", err=True)
+        code = 130
+    sys.exit(code)
 
 
 if __name__ == "__main__":

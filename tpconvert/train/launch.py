@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from tpconvert.train.together.watch import PATIENCE, Watch
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """How often this machine has started its ranks again; another's may count otherwise."""
+BEGUN = "TPCONVERT_BEGUN"
+"""The file by which ranks tell who launched them that they can be told to stop, and save then."""
 _QUIET = {"KINETO_LOG_LEVEL": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """What torch would else say: of each start and stop of its profiler, and for pages of a store that is gone."""
 
@@ -121,6 +124,8 @@ def _run(
         device = _device(torch)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(hours=1))
+        if rank == 0 and BEGUN in os.environ:
+            Path(os.environ[BEGUN]).touch()
         mesh = make_mesh(degree, device=device, collectives=config.parallelism.collectives)
         together(mesh, lambda: claim(output) if rank == 0 else None)
         prepares = os.environ["LOCAL_RANK"] == "0"
@@ -211,11 +216,17 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
-    try:
-        elastic_launch(config, sys.executable)("-m", "tpconvert.train", *arguments)
-    except ChildFailedError as error:
-        codes = [failure.exitcode for failure in error.failures.values()]
-        return max(codes) if max(codes) > 0 else 1
-    except SignalException:  # the ranks were told too, and have saved
-        return 0
+    with tempfile.TemporaryDirectory(prefix="tpconvert-") as folder:
+        begun = Path(folder) / "begun"
+        os.environ[BEGUN] = str(begun)
+        try:
+            elastic_launch(config, sys.executable)("-m", "tpconvert.train", *arguments)
+        except ChildFailedError as error:
+            codes = [failure.exitcode for failure in error.failures.values()]
+            return max(codes) if max(codes) > 0 else 1
+        except SignalException as signal:
+            if not begun.is_file():
+                print("error: told to stop before training began; nothing is saved.", file=sys.stderr, flush=True)
+                return 128 + signal.sigval
+            # else the ranks were told too, and have saved
     return 0
