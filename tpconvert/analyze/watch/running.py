@@ -123,6 +123,6 @@ def forward_failed(module: nn.Module, error: Exception) -> SourceError:
         tb = tb.tb_next
     text = " ".join(str(error).split()) or "no message"
     return SourceError(
-        f"{type(module).__name__}'s forward failed while tracing: {where}{type(error).__name__}: {text}",
+        f"{type(module).__name__}'s forward failed while tracing: {where}{type(error).__name__}: {text.rstrip('.')}.",
         hint="Check the example inputs.",
     )
