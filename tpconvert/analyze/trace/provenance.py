@@ -232,7 +232,7 @@ def past_caches(owners: Iterable[Any]) -> Iterator[None]:
     of a capture before, and would keep for all calls to come what was made for this one.
     """
     undo: list[tuple[Any, str, Any]] = []
-    for holder, name in _caches(owners):
+    for holder, name in list(_caches(owners)):  # this module's own are among them
         value = vars(holder)[name]
         bare = _bare(value)
         undo.append((holder, name, value))
@@ -247,19 +247,19 @@ def past_caches(owners: Iterable[Any]) -> Iterator[None]:
 
 def _caches(owners: Iterable[Any]) -> Iterator[tuple[Any, str]]:
     """``(holder, name)`` of each cached function."""
-    modules = [module for module in list(sys.modules.values()) if type(module) is ModuleType]
-    for module in modules:
-        for name in _cached_names(module, len(vars(module))):
-            if _is_cache(vars(module).get(name)):
-                yield module, name
+    sizes = [len(vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType]
+    for module, name in _caches_of_modules(len(sizes), sum(sizes)):
+        if _is_cache(vars(module).get(name)):
+            yield module, name
     for holder in [*owners, *{base for owner in owners for base in type(owner).__mro__}]:
         yield from [(holder, name) for name, value in vars(holder).items() if _is_cache(value)]
 
 
-@functools.cache
-def _cached_names(module: ModuleType, size: int) -> tuple[str, ...]:
-    """The names in a module that was this large: there are a hundred thousand in all, and few are added later."""
-    return tuple(name for name, value in vars(module).items() if _is_cache(value))
+@functools.lru_cache(maxsize=1)
+def _caches_of_modules(count: int, names: int) -> list[tuple[ModuleType, str]]:
+    """Those in as many modules of as many names: a hundred thousand are looked at again where some were added."""
+    modules = [module for module in list(sys.modules.values()) if type(module) is ModuleType]
+    return [(module, name) for module in modules for name, value in list(vars(module).items()) if _is_cache(value)]
 
 
 def _bare(value: Any) -> Any:
