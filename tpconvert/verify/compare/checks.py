@@ -113,7 +113,7 @@ class Pair:
         self.drops = False
         self.trains = True
         self.lacks = "No gradients were compared."
-        self.lost_in = ""
+        self.mislaid = False
 
     def add(self, kind: str, name: str, error: float, mode: str, bound: float | None = None) -> None:
         """One check."""
@@ -243,7 +243,7 @@ class Pair:
         if not self.over_ranks(float(bool(lost))):
             return False
         self.note(f"The gradients of a call {way} were not compared: the whole model itself has none for {lost[:1]}.")
-        self.lost_in = way
+        self.mislaid = True
         return True
 
     def outputs(self, whole: Any, local: Any, mode: str, bound: float | None = None) -> None:

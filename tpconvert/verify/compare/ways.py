@@ -31,12 +31,12 @@ def compare_ways(pair: Pair) -> None:
     """
     refusals = []
     for way in ways(pair.whole, pair.inputs):
+        pair.mislaid = False
         refusals.append(_compare(pair, way.inputs, way.name, f"A call {way.name} was", gradients=True))
-        if not refusals[-1] and pair.lost_in != way.name:
+        if not (refusals[-1] or pair.mislaid):
             break
-    else:
-        for refusal in refusals[:1]:
-            pair.note(refusal)
+    if refusals and all(refusals):
+        pair.note(refusals[0])
     for way in packed(pair.whole, pair.inputs):
         _compare(pair, way.inputs, way.name, f"A call {way.name} was")
 
