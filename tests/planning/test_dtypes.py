@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from tests.equal import difference
 from tests.ranks import Pool
+from tpconvert.analyze.rewrite.spelling import Limit
 from tpconvert.parallel import Mesh, parallelize
 from tpconvert.planning import make_plan
+from tpconvert.planning.proof.training import limit
 from tpconvert.spec.plan import Plan
 
 MODEL = 24
@@ -74,3 +76,12 @@ def test_another_number_in_another_dtype_is_another_path(pool: Pool, training: b
     assert not plan.rewrites
     assert "it takes another path in another dtype" in plan["0.qkv.weight"].reason
     assert max(pool.run(apart_in, 2, "by dtype", plan.dumps(), torch.float32, training)) < 1e-5
+
+
+@pytest.mark.parametrize(("value", "other"), [(slice(1), slice(2)), ([1], [2]), ("mean", "sum"), (None, 1.0)])
+def test_what_is_no_number_is_no_limit_of_a_dtype(value, other):
+    assert limit(value, other) is None
+
+
+def test_a_limit_of_a_dtype_is_known_by_its_value_in_both():
+    assert limit(torch.finfo(torch.float32).min, torch.finfo(torch.float64).min) == Limit("min")

@@ -177,6 +177,8 @@ class Training:
 
 def limit(value: Any, other: Any) -> Limit | None:
     """What a number is of its dtype, which is another number of another dtype; None where it is nothing known."""
+    if not isinstance(value, int | float) or not isinstance(other, int | float):
+        return None
     for name in ("min", "max", "eps", "tiny"):
         if {value, other} <= {getattr(torch.finfo(dtype), name) for dtype in FLOATS}:
             return Limit(name)
