@@ -132,12 +132,12 @@ class Returned:
         if x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return True
         x = torch.view_as_real(x) if x.is_complex() else x
-        found = torch.full((2, LOOKED_AT), float(x.numel()), device=x.device)
+        found = torch.full((2, LOOKED_AT), float(x.numel()), dtype=torch.float32, device=x.device)
         if x.numel():
             at = torch.linspace(0, x.numel() - 1, LOOKED_AT, device=x.device).long()
             found[1] = x.flatten()[at]
         ranks = every(found, self.mesh)
-        near = NEAR * torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+        near = NEAR * max(torch.finfo(d).eps for d in (x.dtype, found.dtype)) if x.is_floating_point() else 0.0
         near *= found[1].nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()
         return torch.allclose(ranks, found.expand_as(ranks), rtol=0.0, atol=near, equal_nan=True)
 
