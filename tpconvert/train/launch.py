@@ -229,4 +229,6 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
                 print("error: told to stop before training began; nothing is saved.", file=sys.stderr, flush=True)
                 return 128 + signal.sigval
             # else the ranks were told too, and have saved
+        finally:
+            del os.environ[BEGUN]
     return 0
