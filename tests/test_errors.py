@@ -168,10 +168,16 @@ def test_a_plan_for_another_degree_is_told_apart(llama, tmp_path):
 
 def test_a_plan_that_is_no_plan_is_told_apart(llama, tmp_path):
     path = write(tmp_path / "plan.json", '{"tp": 2}')
-    assert "format None" in fails("shard", llama, "--plan", path, "-o", tmp_path / "out")
-    assert fails("shard", llama, "--plan", tmp_path / "none.json", "-o", tmp_path / "out") == (
-        f"--plan: there is no file {tmp_path}/none.json."
-    )
+    ways = "Make one with: tpconvert plan SOURCE --tp N -o plan.json."
+    line = fails("shard", llama, "--plan", path, "-o", tmp_path / "out")
+    assert line == f"{path}: not a plan of tpconvert. {ways}"
+    line = fails("shard", llama, "--plan", tmp_path / "none.json", "-o", tmp_path / "out")
+    assert line == f"There is no file {tmp_path}/none.json. {ways}"
+    line = fails("shard", llama, "--plan", tmp_path, "-o", tmp_path / "out")
+    assert line == f"{tmp_path}: cannot be read (Is a directory). {ways}"
+    path.write_bytes(b'{"format": 1, "notes": ["\xff"]}')
+    line = fails("shard", llama, "--plan", path, "-o", tmp_path / "out")
+    assert line == f"{path}: not JSON (byte 25 is no UTF-8). {ways}"
 
 
 def test_an_existing_plan_is_not_overwritten_unasked(llama, tmp_path):
@@ -191,7 +197,7 @@ def test_options_that_contradict_are_a_usage_error(llama):
 
 def test_a_folder_that_is_not_sharded_is_told_apart(llama):
     assert fails("inspect", llama) == (
-        f"{llama}: not a sharded folder (no manifest.json). Make one with: tpconvert shard SOURCE -o DIR."
+        f"{llama}: not a sharded folder (no manifest.json). Make one with: tpconvert shard {llama} --tp N -o DIR."
     )
 
 
@@ -207,6 +213,27 @@ def test_a_missing_rank_file_is_named(copy, tmp_path):
     line = fails("merge", copy, "-o", tmp_path / "out")
     assert "rank-00001-of-00002/model.safetensors" in line
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_one_of_its_files_is_told_by_all_who_open_it(copy, tmp_path):
+    (copy / "rank-00001-of-00002/model.safetensors").unlink()
+    missing = "rank-00001-of-00002/model.safetensors: missing. Restore the file, or make the folder again."
+    config = write(tmp_path / "c.yaml", "data: {path: x.txt}\n")
+    assert fails("train", copy, "--config", config) == f"{copy}: {missing}"
+    assert fails("reshard", copy, "--tp", 4, "-o", tmp_path / "out") == f"{copy}: {missing}"
+    shown = CliRunner().invoke(main, ["inspect", str(copy)])
+    assert shown.exit_code == 2
+    assert shown.stderr == f"error: {copy}: {missing}\n"
+    assert shown.stdout.startswith(f"{copy}: 2 ranks")
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "[" * 5000, '{"format": 2, "tp": "2"}', "\ud800"])
+def test_a_manifest_that_is_damaged_is_named_with_the_way_out(copy, tmp_path, text):
+    (copy / "manifest.json").write_text(text, errors="surrogatepass")
+    line = fails("inspect", copy)
+    assert line.startswith(f"{copy}/manifest.json: ")
+    assert line.endswith("Copy it again from where it was made, or make the folder again.")
+    assert fails("merge", copy, "-o", tmp_path / "out") == line
 
 
 def test_a_flipped_byte_is_found(copy):

@@ -19,6 +19,7 @@ from tpconvert.errors import CheckpointError, ConfigError, PlanError, TPConvertE
 from tpconvert.options import (
     check_plan_options,
     compared,
+    fingerprinted,
     local_folder,
     local_path,
     open_named,
@@ -158,6 +159,7 @@ def plan(
     if form:
         return told_as(form, source, tp, overrides, rules, target, opening)
     opened, made = planned(source, tp, overrides, rules, None, opening)
+    made = fingerprinted(made)
     if theirs:
         return compared(opened, made, theirs, as_json)
     if target:
@@ -249,6 +251,7 @@ def verify(
     **opening: Any,
 ) -> None:
     """Prove that the converted model equals the whole one; exit 0 if so, 1 if not, 2 if it could not be run."""
+    from tpconvert.parallel.fits import check_plan
     from tpconvert.verify import proof_text
     from tpconvert.verify import verify as prove
 
@@ -261,6 +264,7 @@ def verify(
     if folder:
         made = plan_of_folder(Path(folder), tp, overrides, () if emulate else rules, plan_file)
         opened = open_named(source, opening)
+        check_plan(opened.module, made, f"{folder}/plan.json")
     else:
         check_plan_options(tp, overrides, rules, plan_file, emulate)
         opened = open_named(source, opening)
@@ -296,11 +300,11 @@ def verify(
 @click.argument("more", nargs=-1, type=click.UNPROCESSED)
 def train(folder: str, config: str, nproc_per_node: int | None, more: tuple[str, ...]) -> None:
     """Train a sharded folder on this machine's devices; MORE goes to tpconvert.train as it is."""
-    from tpconvert.checkpoint import read_manifest
+    from tpconvert.checkpoint import read_complete
     from tpconvert.train.launch import launch
     from tpconvert.train.settings.config import load_config
 
-    degree = read_manifest(Path(folder)).tp
+    degree = read_complete(Path(folder))[0].tp
     # A mistake is told here, once, before any rank starts.
     load_config(Path(config), [item for item in more if "=" in item and not item.startswith("-")])
     ranks = nproc_per_node or degree
@@ -375,6 +379,9 @@ def inspect(folder: str, check: bool, as_json: bool, every: bool) -> None:
     else:
         click.echo(folder_text(seen.manifest, folder_rows(seen.manifest, fold=not every), where=folder))
     if seen.faults:
-        raise CheckpointError(f"{folder}: {' '.join(seen.faults)}", hint="Restore the files, or make the folder again.")
+        files = "files" if seen.faults[1:] else "file"
+        raise CheckpointError(
+            f"{folder}: {' '.join(seen.faults)}", hint=f"Restore the {files}, or make the folder again."
+        )
     if check:
         click.echo("Every byte is as it was written.", err=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,9 @@ from tpconvert.errors import CheckpointError, PlanError
 if TYPE_CHECKING:
     from tpconvert.source import Source
     from tpconvert.spec.plan import Plan
+
+MADE = "plan"
+"""Where a plan has the fingerprint of what it says, beside what it says of its source."""
 
 
 def local_path(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -109,7 +114,7 @@ def plan_of(
 ) -> Plan:
     """A plan of an opened SOURCE: that of a file, or a new one."""
     if plan_file:
-        return read_plan(Path(plan_file), tp)
+        return given_plan(opened, Path(plan_file), tp)
     from tpconvert.planning import make_plan
     from tpconvert.source.blame import blaming
 
@@ -142,25 +147,48 @@ def plan_of_folder(
 
     if overrides or rules or plan_file:
         raise click.UsageError("A folder brings its own plan: --plan, --set and --rules have no effect on it.")
-    degree = read_manifest(folder).tp
+    held = read_manifest(folder)
+    degree = held.tp
     if tp not in (None, degree):
         raise PlanError(f"{folder} is cut for {degree} ranks, not {tp}.", hint=f"Leave --tp out, or use --tp {degree}.")
-    return read_plan(folder)
+    return read_plan(folder, held)
 
 
 def read_plan(path: Path, tp: int | None) -> Plan:
     """A plan from a file."""
-    from tpconvert.spec.plan import Plan
+    from tpconvert.checkpoint.plans import read_plan_file
 
-    try:
-        plan = Plan.loads(path.read_text("utf-8"))
-    except (FileNotFoundError, IsADirectoryError):
-        raise PlanError(f"--plan: there is no file {path}.") from None
-    except UnicodeDecodeError:
-        raise PlanError(f"{path}: the plan is not JSON.") from None
+    plan = read_plan_file(path)
     if tp not in (None, plan.tp):
         raise PlanError(f"{path} is a plan for tp={plan.tp}, not {tp}.", hint=f"Leave --tp out, or use --tp {plan.tp}.")
     return plan
+
+
+def given_plan(opened: Source, path: Path, tp: int | None) -> Plan:
+    """A plan from a file, held to the SOURCE; one that was edited is tried out, and that it was is told."""
+    from tpconvert.planning.given import hold_given
+
+    plan = read_plan(path, tp)
+    changed = plan.source.get(MADE) != fingerprint(plan)
+    hold_given(opened.module, opened.inputs, plan, str(path), changed=changed)
+    if changed:
+        click.echo(
+            f"note: {path} is not as tpconvert wrote it. Its shapes fit; that the numbers are right, "
+            "tpconvert verify shows.",
+            err=True,
+        )
+    return plan
+
+
+def fingerprinted(plan: Plan) -> Plan:
+    """The plan with a fingerprint of what it says, by which is seen that somebody edited it."""
+    return replace(plan, source={**plan.source, MADE: fingerprint(plan)})
+
+
+def fingerprint(plan: Plan) -> str:
+    """Of all that a plan says, but for its own fingerprint."""
+    source = {key: value for key, value in plan.source.items() if key != MADE}
+    return hashlib.sha256(replace(plan, source=source).dumps().encode()).hexdigest()[:16]
 
 
 def write_text(path: Path, text: str) -> None:

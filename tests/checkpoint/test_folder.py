@@ -1,5 +1,6 @@
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from collections import namedtuple
@@ -166,7 +167,18 @@ def test_folders_that_are_not_ours_say_what_they_are(out, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"not a sharded folder \(no manifest\.json\)\. Make one with: tpconvert shard"
     ):
+        read_manifest(out / "rank-00000-of-00002")
+    with pytest.raises(CheckpointError, match=rf"\(no manifest\.json\)\. Did you mean {out}\?"):
         read_manifest(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"is a file, not a folder\. Did you mean {out}\?"):
+        read_manifest(out / "manifest.json")
+    (tmp_path / ".new.partial").mkdir()
+    with pytest.raises(CheckpointError, match=r"new: half-written: .* was stopped\. Run the command again"):
+        read_manifest(tmp_path / "new")
+    for step in (40, 100, 60):
+        shutil.copytree(out, tmp_path / f"run/step-{step}")
+    with pytest.raises(CheckpointError, match=rf"did you mean its newest step, {tmp_path}/run/step-100\?"):
+        merge(tmp_path / "run", tmp_path / "back")
     (out / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"half-written: it has rank folders but no manifest\.json"):
         merge(out, tmp_path / "back")

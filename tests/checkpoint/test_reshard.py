@@ -182,7 +182,7 @@ def test_a_folder_is_inspected(source, tmp_path):
     found = inspect(tmp_path / "out", check=True)
     assert found.faults == ()
     assert len(found.rank_bytes) == found.manifest.tp == found.plan.tp == 2
-    assert inspect(tmp_path / "out").faults is None
+    assert inspect(tmp_path / "out").faults == ()
 
 
 def test_the_plan_goes_along_with_its_degree_changed(source, tmp_path):

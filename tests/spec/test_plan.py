@@ -112,22 +112,78 @@ def damaged(path, value):
     ("path", "value", "text"),
     [
         (["format"], 99, "format 99"),
+        (["format"], True, "format True"),
         (["tp"], 0, "tp is 0"),
         (["tp"], "2", "tp is '2'"),
-        (["verdicts", 0, "layuot"], 1, "unknown key 'layuot' in a verdict"),
-        (["verdicts", 0, "shape"], [7, 4], r"up.weight: the layout .* does not fit its shape \[7, 4\]"),
-        (["verdicts", 0, "shape"], ["8", 4], "no whole numbers"),
+        (["tp"], True, "tp is True"),
+        (["verdict"], [], "there is no key 'verdict'; did you mean verdicts?"),
+        (["verdicts"], None, "verdicts: null is not a list"),
+        (["verdicts", 0], "up.weight", r'verdicts\[0\]: "up.weight" is not a mapping'),
+        (["verdicts", 0, "layuot"], 1, r"verdicts\[0\] \(up.weight\): there is no key 'layuot'; did you mean layout?"),
+        (
+            ["verdicts", 0, "shape"],
+            [7, 4],
+            r"up.weight.: the layout .* does not fit its shape .* 8 rows of 7",
+        ),
+        (["verdicts", 0, "shape"], ["8", 4], r'up.weight.\.shape\[0\]: "8" is not a whole number'),
+        (["verdicts", 1, "shape"], [-4], r"norm.weight.: shape is \[-4\], with a size below 0"),
         (["verdicts", 0, "layout"], {"dim": 0, "blocks": [[-8, 1]]}, "no block"),
-        (["boundaries", 0, "kind"], "sum", "boundary 'sum' at mlp, not one of reduce, reduce_scatter, gather"),
-        (["verdicts"], None, "cannot be read"),
+        (["verdicts", 0, "layout"], {"dim": 2, "blocks": [[8, 1]]}, "which has no dim 2"),
+        (["verdicts", 0, "layout"], {"dim": True, "blocks": [[8, 1]]}, "no layout"),
+        (["verdicts", 0, "layout"], {"dim": 0, "block": [[8, 1]]}, "no layout"),
+        (["verdicts", 1, "layout"], None, r"norm.weight.\.layout: None is no layout"),
+        (["verdicts", 0, "kind"], "gradient", r'kind: "gradient" is not one of parameter, buffer'),
+        (["verdicts", 1, "sum_grad"], "no", 'sum_grad: "no" is not true or false'),
+        (["verdicts", 0, "axis"], "mlp:fnn", "there is no axis mlp:fnn; did you mean mlp:ffn?"),
+        (
+            ["verdicts", 3, "tied_to"],
+            "up.wight",
+            "no verdict; did you mean up.weight?",
+        ),
+        (["verdicts", 3, "tied_to"], "norm.weight", "tied to norm.weight, so both must have one shape"),
+        (["verdicts", 0, "name"], "norm.weight", "two verdicts for norm.weight"),
+        (["boundaries", 0, "kind"], "sum", r'boundaries\[0\] \(mlp\).kind: "sum" is not one of reduce, reduce_scatter'),
+        (["boundaries", 0, "side"], "inside", "side"),
+        (["boundaries", 0, "slots"], "args.0", 'slots: "args.0" is not a list'),
+        (["boundaries", 0, "slots"], [], "needs slots"),
+        (["boundaries", 0, "dim"], 2, "dim is 2"),
+        (["boundaries", 0, "dim"], None, "of a span needs a dim"),
+        (["boundaries", 0, "span"], [0, 3], r"span is \[0, 3\] of 2 rows"),
+        (["boundaries", 0, "span"], [0], "not a list of 2"),
+        (["boundaries", 0, "call"], 1, "call 1 of 1"),
+        (["boundaries", 1, "kind"], "gather", "a gather needs a dim"),
+        (["boundaries", 1, "axis"], "mlp", "there is no axis mlp"),
+        (["edits", 0, "value"], 6, "num_heads is 6, and its blocks count 8 / 1"),
+        (["edits", 0, "per"], [[0, 1]], "count 8 / 0"),
+        (["rewrites", 0, "nodes"], {}, "not a list"),
+        (["axes"], [{"name": "mlp:ffn", "pattern": "mlp", "size": 8, "parameters": []}] * 2, "two of that name"),
+        (["unreached"], "mlp", "unreached: .mlp. is not a list"),
+        (["slices"], {"inputs": [["args.0", "1"]]}, r"slices.inputs\[0\]\[1\]"),
+        (
+            ["slices"],
+            {"boundaries": [{"kind": "all_gather", "module": "", "side": "input", "slots": ["0"]}]},
+            r"slices.boundaries\[0\]: a all_gather needs a dim",
+        ),
     ],
 )
 def test_a_damaged_plan_says_what_is_wrong(path, value, text):
-    with pytest.raises(PlanError, match=text):
-        Plan.from_json(damaged(path, value))
+    with pytest.raises(PlanError, match=text) as error:
+        Plan.from_json(damaged(path, value), "my.json")
+    assert str(error.value).startswith("my.json: ")
+    assert "make the plan again" in error.value.hint
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"x"'])
+def test_a_degree_that_the_layouts_cannot_be_dealt_to_is_refused():
+    with pytest.raises(PlanError, match=r"verdicts\[0\] \(up.weight\): 8 units cannot be shared by 12 ranks"):
+        Plan.from_json(damaged(["tp"], 12))
+
+
+def test_a_name_that_occurs_twice_is_refused():
+    with pytest.raises(PlanError, match="the name 'tp' occurs twice"):
+        Plan.loads('{"format": 1, "tp": 2, "tp": 4, "verdicts": []}')
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "3", "null", '"x"', "[" * 5000])
 def test_text_that_is_no_plan_is_refused(text):
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError, match=r"^plan\.json: .* Make one with: tpconvert plan"):
         Plan.loads(text)

@@ -1,6 +1,14 @@
 """Tensors on disk: a folder of them as a lazy mapping, and the one way they are cut, joined and written."""
 
-from tpconvert.checkpoint.folder import NewFolder, RankFolder, check_folder, partial_path, read_manifest, read_plan
+from tpconvert.checkpoint.folder import (
+    NewFolder,
+    RankFolder,
+    check_folder,
+    partial_path,
+    read_complete,
+    read_manifest,
+    read_plan,
+)
 from tpconvert.checkpoint.load import Inspection, inspect, load_rank
 from tpconvert.checkpoint.reshard import merge, reshard, shard
 from tpconvert.checkpoint.save import carry, entries_like, finish, write_rank
@@ -35,6 +43,7 @@ __all__ = [
     "open_store",
     "partial_path",
     "plain_weights",
+    "read_complete",
     "read_manifest",
     "read_plan",
     "reshard",

@@ -20,19 +20,18 @@ from torch import Tensor
 
 from tpconvert.checkpoint.files.digest import hash_file
 from tpconvert.checkpoint.files.header import NAMES, dtype_name
+from tpconvert.checkpoint.files.missing import no_manifest, not_a_folder
 from tpconvert.checkpoint.files.tensorfile import TensorFile, full_disk
+from tpconvert.checkpoint.plans import plan_of_folder
 from tpconvert.checkpoint.tensors.store import inside
-from tpconvert.errors import CheckpointError, PlanError
+from tpconvert.errors import CheckpointError
 from tpconvert.spec import manifest
-from tpconvert.spec.manifest import Manifest
+from tpconvert.spec.manifest import LONGEST, Manifest
 from tpconvert.spec.plan import Plan
 
-PLAN = "plan.json"
 EXTRA_GROUP = "extra"
 EXTRA = f"{EXTRA_GROUP}.safetensors"
 """In the first rank's folder: tensors of the source that the module has no use for."""
-LONGEST = 1 << 30
-"""Bytes of a manifest: some hundred a tensor."""
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 _EXCHANGE = 2
 
@@ -186,40 +185,32 @@ def read_manifest(folder: Path) -> Manifest:
     folder = Path(folder)
     path = folder / manifest.NAME
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder.")
+        raise not_a_folder(folder)
     try:
         if (size := path.stat().st_size) > LONGEST:
-            raise CheckpointError(f"{path}: {size:,} bytes, which no manifest has: refused.")
+            raise CheckpointError(f"{path}: {size:,} bytes, which no manifest has: refused.", hint=manifest.AGAIN)
         text = path.read_text("utf-8")
     except FileNotFoundError:
-        if any(folder.glob("rank-*-of-*")):
-            raise CheckpointError(
-                f"{folder}: half-written: it has rank folders but no {manifest.NAME}, which is written last.",
-                hint="Remove it and run the command again.",
-            ) from None
+        raise no_manifest(folder) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).", hint=manifest.AGAIN) from None
+    except UnicodeDecodeError as error:
         raise CheckpointError(
-            f"{folder}: not a sharded folder (no {manifest.NAME}).",
-            hint="Make one with: tpconvert shard SOURCE -o DIR.",
+            f"{path}: damaged: not JSON (byte {error.start} is no UTF-8).", hint=manifest.AGAIN
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}).") from None
     made = Manifest.loads(text, str(path))
     for entries in (made.tensors, *made.groups.values()):
         for name, entry in entries.items():
             if getattr(torch, entry.dtype, None) not in NAMES:
-                raise CheckpointError(f"{path}: {name} has the unknown dtype {entry.dtype!r}: damaged.")
+                raise CheckpointError(
+                    f"{path}: {name} has the unknown dtype {entry.dtype!r}: damaged.", hint=manifest.AGAIN
+                )
     return made
 
 
-def read_plan(folder: Path) -> Plan:
-    """The plan kept in a folder of rank files."""
-    path = Path(folder) / PLAN
-    try:
-        return Plan.loads(path.read_text("utf-8"))
-    except PlanError as error:
-        raise CheckpointError(f"{path}: {error.message}", hint=error.hint) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}).") from None
+def read_plan(folder: Path, held: Manifest | None = None) -> Plan:
+    """The plan kept in a folder of rank files, whose manifest is ``held`` where it was read already."""
+    return plan_of_folder(Path(folder), held or read_manifest(folder))
 
 
 def check_folder(folder: Path) -> list[str]:
@@ -254,11 +245,19 @@ def check_file(folder: Path, held: Manifest, name: str, *, sizes_only: bool = Fa
     return []
 
 
-def raise_fault(held: RankFolder, names: Iterable[str], *, sizes_only: bool = False) -> None:
+def raise_fault(folder: Path, held: Manifest, names: Iterable[str], *, sizes_only: bool = False) -> None:
     """Raise for the first of the named files that is not as it was written."""
     for name in names:
-        for fault in check_file(held.path, held.manifest, name, sizes_only=sizes_only):
-            raise CheckpointError(f"{held.path}: {fault}", hint="Restore the file, or make the folder again.")
+        for fault in check_file(folder, held, name, sizes_only=sizes_only):
+            raise CheckpointError(f"{folder}: {fault}", hint="Restore the file, or make the folder again.")
+
+
+def read_complete(folder: Path) -> tuple[Manifest, Plan]:
+    """Manifest and plan of a folder whose files are all there, and as long as they were."""
+    held = read_manifest(folder)
+    plan = read_plan(folder, held)
+    raise_fault(Path(folder), held, held.files, sizes_only=True)
+    return held, plan
 
 
 def write_text(path: Path, text: str) -> None:

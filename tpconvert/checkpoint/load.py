@@ -9,7 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tpconvert.checkpoint.folder import RankFolder, check_folder, raise_fault, rank_folder, read_manifest, read_plan
+from tpconvert.checkpoint.folder import (
+    RankFolder,
+    check_file,
+    check_folder,
+    raise_fault,
+    rank_folder,
+    read_manifest,
+    read_plan,
+)
 from tpconvert.checkpoint.reshard import check_degree, leaf_of, local_of, whole_recipe
 from tpconvert.checkpoint.tensors.compose import compose, full
 from tpconvert.checkpoint.tensors.pieces import unequal_replicas
@@ -27,8 +35,8 @@ class Inspection:
     plan: Plan
     rank_bytes: tuple[int, ...]
     """Bytes of each rank's files."""
-    faults: tuple[str, ...] | None
-    """One line each, naming the file; None when the bytes were not checked."""
+    faults: tuple[str, ...]
+    """One line each, naming the file; where the bytes were not checked, of files that are missing or cut short."""
 
 
 def inspect(folder: Path, *, check: bool = False) -> Inspection:
@@ -38,8 +46,11 @@ def inspect(folder: Path, *, check: bool = False) -> Inspection:
         sum(file.size for name, file in made.files.items() if name.startswith(f"{rank_folder(rank, made.tp)}/"))
         for rank in range(made.tp)
     )
-    faults = tuple(check_folder(folder) or check_replicas(folder)) if check else None
-    return Inspection(Path(folder), made, read_plan(folder), tuple(sizes), faults)
+    if check:
+        faults = tuple(check_folder(folder) or check_replicas(folder))
+    else:
+        faults = tuple(f for name in made.files for f in check_file(Path(folder), made, name, sizes_only=True))
+    return Inspection(Path(folder), made, read_plan(folder, made), tuple(sizes), faults)
 
 
 def check_replicas(folder: Path) -> list[str]:
@@ -84,7 +95,8 @@ def load_rank(
     entries = made.groups[group] if group else made.tensors
     if check:
         ranks = [rank] if degree == made.tp else range(made.tp)
-        raise_fault(held, [n for n in made.files if n.startswith(tuple(f"{rank_folder(r, made.tp)}/" for r in ranks))])
+        starts = tuple(f"{rank_folder(r, made.tp)}/" for r in ranks)
+        raise_fault(held.path, made, [name for name in made.files if name.startswith(starts)])
     local = _same(held, rank, group, entries) if degree == made.tp else _other(held, rank, group, entries, degree)
     found: dict[str, Tensor] = {}
     for name, tensor in local.items():

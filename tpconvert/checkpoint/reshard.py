@@ -24,13 +24,12 @@ from tpconvert.checkpoint.files.tensorfile import Buffers, TensorFile
 from tpconvert.checkpoint.folder import (
     EXTRA,
     EXTRA_GROUP,
-    PLAN,
     NewFolder,
     RankFolder,
     absolute,
     raise_fault,
     rank_folder,
-    read_plan,
+    read_complete,
     write_manifest,
     write_text,
 )
@@ -50,6 +49,7 @@ from tpconvert.checkpoint.write import (
 from tpconvert.errors import CheckpointError, PlanError
 from tpconvert.spec import manifest
 from tpconvert.spec.manifest import Entry, File, Manifest
+from tpconvert.spec.plan import NAME as PLAN
 from tpconvert.spec.plan import Plan
 from tpconvert.spec.recipe import Join, Narrow, Recipe, Shape, Take, substitute
 
@@ -126,8 +126,8 @@ def reshard(
     max_file: int = MAX_FILE,
 ) -> Manifest:
     """Write OUT: the same tensors, optimizer state included, at degree ``tp``."""
-    held = _open(folder)
-    old, plan = held.manifest, read_plan(held.path)
+    old, plan = read_complete(folder)
+    held = RankFolder(absolute(folder))
     if tp < 1:
         raise CheckpointError(f"{folder}: cannot be cut for {tp} ranks.", hint="Use --tp 1 or more.")
     targets = []
@@ -319,13 +319,13 @@ def _finish(new: NewFolder, made: Manifest, plan: Plan, files: Mapping[str, File
 def _open(folder: Path) -> RankFolder:
     """The folder, all of its files there and as long as they were."""
     held = RankFolder(absolute(folder))
-    raise_fault(held, held.manifest.files, sizes_only=True)
+    raise_fault(held.path, held.manifest, held.manifest.files, sizes_only=True)
     return held
 
 
 def _checks(held: RankFolder, wanted: bool) -> list[Callable[[], None]]:
     """What compares each file with its hash, to go on beside the reading."""
-    return [partial(raise_fault, held, [name]) for name in held.manifest.files] if wanted else []
+    return [partial(raise_fault, held.path, held.manifest, [name]) for name in held.manifest.files] if wanted else []
 
 
 def _some(names: Sequence[str]) -> str:

@@ -26,12 +26,13 @@ from torch import Tensor
 from tpconvert.checkpoint.files.digest import hash_file
 from tpconvert.checkpoint.files.header import dtype_name
 from tpconvert.checkpoint.files.tensorfile import full_disk
-from tpconvert.checkpoint.folder import EXTRA, PLAN, NewFolder, rank_folder, write_manifest, write_text
+from tpconvert.checkpoint.folder import EXTRA, NewFolder, rank_folder, write_manifest, write_text
 from tpconvert.checkpoint.reshard import rank_metadata
 from tpconvert.checkpoint.tensors.store import Store
 from tpconvert.checkpoint.write import MAX_FILE, Target, copy_files, split_targets, write_index_file, write_targets
 from tpconvert.errors import CheckpointError
 from tpconvert.spec.manifest import Entry, File, Manifest
+from tpconvert.spec.plan import NAME as PLAN
 from tpconvert.spec.plan import Plan
 from tpconvert.spec.recipe import Take
 

@@ -18,6 +18,7 @@ from tpconvert.parallel.calls.rewrite import rewritten_forms
 from tpconvert.parallel.comm.collectives import parts_of, take
 from tpconvert.parallel.comm.mesh import Mesh
 from tpconvert.parallel.comm.random import add_switches
+from tpconvert.parallel.fits import check_plan
 from tpconvert.parallel.grads.together import sum_together
 from tpconvert.parallel.layers.linear import (
     ColumnParallelLinear,
@@ -152,23 +153,7 @@ def check(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
             f"The plan is for tp={plan.tp}, the mesh has {mesh.degree} ranks.", hint=f"Use --tp {mesh.degree}."
         )
     refuse_converted(module)
-    tensors = dict(named_tensors(module))
-    modules = {path for path, _ in module.named_modules(remove_duplicate=False)}
-    for verdict in plan.verdicts:
-        if verdict.name not in tensors:
-            raise PlanError(f"{verdict.name}: the plan names it, the module has no such parameter or buffer.")
-        shape = tuple(tensors[verdict.name].shape)
-        if shape != tuple(verdict.shape):
-            raise PlanError(
-                f"{verdict.name}: the plan is for shape {_spell(verdict.shape)}, the module has {_spell(shape)}."
-            )
-    if missing := tensors.keys() - plan.layouts().keys():
-        raise PlanError(f"{min(missing)}: the plan has no verdict for it.", hint="Plan this module again.")
-    for item in (*plan.boundaries, *plan.edits, *plan.rewrites, *plan.switches):
-        if item.module not in modules:
-            raise PlanError(
-                f"{item.module}: the plan has a {type(item).__name__.lower()} for it, the module has no such part."
-            )
+    check_plan(module, plan)
 
 
 # -- tensors --------------------------------------------------------------------------------------------------

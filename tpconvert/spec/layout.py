@@ -50,10 +50,13 @@ class Block:
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> Block:
         """The inverse of :meth:`to_json`."""
-        count, unit = data
-        if type(count) is not int or count < 0 or (isinstance(unit, int) and (type(unit) is not int or unit < 0)):
-            raise ValueError(f"{data!r} is no block of units")
-        return cls(count, unit if isinstance(unit, int) else tuple(map(cls.from_json, unit)))
+        if isinstance(data, list | tuple) and len(data) == 2 and _is_count(data[0]):
+            count, unit = data
+            if isinstance(unit, list | tuple):
+                return cls(count, tuple(map(cls.from_json, unit)))
+            if _is_count(unit):
+                return cls(count, unit)
+        raise ValueError(f"{data!r} is no block of units, [count, rows] or [count, [block, ...]]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +106,18 @@ class Layout:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Layout:
         """The inverse of :meth:`to_json`."""
+        if not isinstance(data, dict) or (data and data.keys() != {"dim", "blocks"}):
+            raise ValueError(f'{data!r} is no layout, {{}} or {{"dim": 0, "blocks": [[count, rows]]}}')
         if not data:
             return cls()
-        return cls(int(data["dim"]), tuple(map(Block.from_json, data["blocks"])))
+        dim, blocks = data["dim"], data["blocks"]
+        if not _is_count(dim) or not isinstance(blocks, list | tuple):
+            raise ValueError(f"{data!r} is no layout: dim is a number from 0, blocks is a list")
+        return cls(dim, tuple(map(Block.from_json, blocks)))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def share(count: int, rank: int, degree: int) -> Piece:
@@ -151,6 +163,15 @@ def merge_pieces(pieces: Iterator[Piece]) -> list[Piece]:
         else:
             out.append((start, stop))
     return out
+
+
+def refuse_degree(blocks: Sequence[Block], degree: int) -> None:
+    """Raise PlanError where ``degree`` ranks cannot be dealt ``blocks``; what :func:`deal` does for each rank."""
+    for block in blocks:
+        if block.count and block.count < degree:
+            _, ranks = _shared_unit(block, 0, degree)
+            if not isinstance(block.unit, int):
+                refuse_degree(block.unit, ranks)
 
 
 def _shared_unit(block: Block, rank: int, degree: int) -> tuple[int, int]:

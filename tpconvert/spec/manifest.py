@@ -22,6 +22,11 @@ READ = (1, FORMAT)
 SHA256 = "sha256"
 NAME = "manifest.json"
 
+LONGEST = 1 << 30
+"""Bytes of a manifest, or a plan: some hundred a tensor."""
+
+AGAIN = "Copy it again from where it was made, or make the folder again."
+
 _DIGEST = re.compile("[a-z0-9]+:[0-9a-f]+")
 
 T = TypeVar("T")
@@ -119,7 +124,7 @@ class Manifest:
     def from_json(cls, data: Any, where: str = NAME) -> Manifest:
         """The inverse of :meth:`to_json`; anything else is a :class:`CheckpointError` that names ``where``."""
         if not isinstance(data, dict) or "format" not in data:
-            raise CheckpointError(f"{where}: not a manifest of tpconvert.")
+            raise CheckpointError(f"{where}: not a manifest of tpconvert.", hint=AGAIN)
         if data["format"] not in READ:
             raise CheckpointError(
                 f"{where}: format {data['format']!r}; this version of tpconvert reads format {FORMAT}.",
@@ -128,9 +133,9 @@ class Manifest:
         try:
             return _read(data)
         except CheckpointError as error:
-            raise CheckpointError(f"{where}: {error.message}", hint=error.hint) from None
+            raise CheckpointError(f"{where}: {error.message}", hint=error.hint or AGAIN) from None
         except (KeyError, TypeError, ValueError, AttributeError, PlanError, RecursionError) as error:
-            raise CheckpointError(f"{where}: damaged ({type(error).__name__}: {error}).") from None
+            raise CheckpointError(f"{where}: damaged ({_told(error)}).", hint=AGAIN) from None
 
     @classmethod
     def loads(cls, text: str, where: str = NAME) -> Manifest:
@@ -138,8 +143,12 @@ class Manifest:
         try:
             data = json.loads(text, object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{where}: damaged: not JSON ({error}).") from None
+            raise CheckpointError(f"{where}: damaged: not JSON ({error}).", hint=AGAIN) from None
         return cls.from_json(data, where)
+
+
+def _told(error: Exception) -> str:
+    return f"{error.args[0]} is missing" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
 
 
 def safe_path(path: str, where: str = NAME) -> str:

@@ -18,14 +18,21 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tpconvert.errors import PlanError
 from tpconvert.spec.layout import Block, Layout
+from tpconvert.spec.reading.consistent import refuse_inconsistent
+from tpconvert.spec.reading.typed import WrongError, reader
 
 FORMAT = 1
+NAME = "plan.json"
+REPORT = "report"
+"""What ``tpconvert plan --json`` prints besides."""
+MEND = "Correct the entry, or make the plan again."
+AGAIN = "Make one with: tpconvert plan SOURCE --tp N -o plan.json."
 
 Kind = Literal["reduce", "reduce_scatter", "gather", "all_gather", "once", "copy", "single", "scatter"]
 """In the order in which those at one place happen."""
@@ -243,37 +250,60 @@ class Plan:
         return _dumps(self.to_json())
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The inverse of :meth:`to_json`."""
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, Mapping) else None
-            raise PlanError(f"This plan has format {found!r}; this version of tpconvert reads format {FORMAT}.")
-        try:
-            return cls(
-                tp=_degree(data["tp"]),
-                verdicts=tuple(_read_verdict(v) for v in data["verdicts"]),
-                boundaries=tuple(_read_boundary(b) for b in data.get("boundaries", ())),
-                edits=tuple(_read(Edit, e) for e in data.get("edits", ())),
-                rewrites=tuple(_read(Rewrite, r) for r in data.get("rewrites", ())),
-                switches=tuple(_read(Switch, s) for s in data.get("switches", ())),
-                axes=tuple(_read(Axis, a) for a in data.get("axes", ())),
-                slices=_read(Slices, data["slices"]) if "slices" in data else Slices(UNKNOWN),
-                unreached=tuple(data.get("unreached", ())),
-                returns=tuple(data.get("returns", ())),
-                notes=tuple(data.get("notes", ())),
-                source=dict(data.get("source", {})),
+    def from_json(cls, data: Any, where: str = NAME) -> Plan:
+        """The inverse of :meth:`to_json`; anything else is a :class:`PlanError` that names ``where`` and the entry."""
+        if not isinstance(data, Mapping) or "format" not in data:
+            raise PlanError(f"{where}: not a plan of tpconvert.", hint=AGAIN)
+        if data["format"] != FORMAT or type(data["format"]) is not int:
+            raise PlanError(
+                f"{where}: format {data['format']!r}; this version of tpconvert reads format {FORMAT}.",
+                hint="Use the version of tpconvert that wrote it, or make the plan again.",
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"The plan cannot be read: {type(error).__name__}: {error}.") from None
+        own = {Layout: _own(Layout.from_json), Block: _own(Block.from_json)}
+        try:
+            _refuse_degree(data.get("tp"))
+            made: Plan = reader(cls, own)({key: value for key, value in data.items() if key not in ("format", REPORT)})
+            refuse_inconsistent(made)
+        except WrongError as error:
+            raise PlanError(f"{where}: {error.sentence}", hint=MEND) from None
+        except PlanError as error:
+            raise PlanError(f"{where}: {error.message}", hint=MEND) from None
+        except RecursionError:
+            raise PlanError(f"{where}: nested too deeply.", hint=AGAIN) from None
+        return made
 
     @classmethod
-    def loads(cls, text: str) -> Plan:
+    def loads(cls, text: str, where: str = NAME) -> Plan:
         """A plan from the text of ``plan.json``."""
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"The plan is not JSON: {error}.") from None
-        return cls.from_json(data)
+            data = json.loads(text, object_pairs_hook=no_duplicates)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{where}: not JSON ({error}).", hint=AGAIN) from None
+        return cls.from_json(data, where)
+
+
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of JSON, each of whose keys must occur once: Python would keep the last one in silence."""
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the name {twice!r} occurs twice")
+    return out
+
+
+def _own(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrapped(data: Any) -> Any:
+        try:
+            return read(data)
+        except ValueError as error:
+            raise WrongError(str(error)) from None
+
+    return wrapped
+
+
+def _refuse_degree(tp: Any) -> None:
+    if type(tp) is not int or tp < 1:
+        raise WrongError(f"tp is {tp!r}, not a whole number from 1")
 
 
 def _plain(item: Any) -> Any:
@@ -293,64 +323,6 @@ def _plain(item: Any) -> Any:
 def _default(f: Field[Any]) -> Any:
     """The default of a field, or a value equal to nothing."""
     return f.default if f.default_factory is MISSING else f.default_factory()
-
-
-def _blocks(data: Iterable[Any]) -> tuple[Block, ...]:
-    return tuple(map(Block.from_json, data))
-
-
-def _ints(data: Iterable[Any]) -> tuple[int, ...]:
-    out = tuple(data)
-    if not all(type(n) is int for n in out):
-        raise ValueError(f"{list(out)!r} are no whole numbers")
-    return out
-
-
-def _degree(tp: Any) -> int:
-    if type(tp) is not int or tp < 1:
-        raise ValueError(f"tp is {tp!r}")
-    return tp
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "layout": Layout.from_json,
-    "blocks": _blocks,
-    "per": _blocks,
-    "shape": _ints,
-    "slots": tuple,
-    "span": _ints,
-    "parameters": tuple,
-    "nodes": tuple,
-    "whole": tuple,
-    "unreached": tuple,
-    "inputs": lambda data: tuple((str(slot), int(dim)) for slot, dim in data),
-    "boundaries": lambda data: tuple(map(_read_boundary, data)),
-    "switches": lambda data: tuple(_read(Switch, s) for s in data),
-}
-
-
-def _read(kind: Any, data: Mapping[str, Any]) -> Any:
-    unknown = set(data) - {f.name for f in fields(kind)}
-    if unknown:
-        raise PlanError(f"The plan has an unknown key {sorted(unknown)[0]!r} in a {kind.__name__.lower()}.")
-    return kind(**{k: _READERS[k](v) if k in _READERS else v for k, v in data.items()})
-
-
-def _read_verdict(data: Mapping[str, Any]) -> Verdict:
-    verdict: Verdict = _read(Verdict, data)
-    if not verdict.layout.fits(verdict.shape):
-        raise PlanError(
-            f"{verdict.name}: the layout {verdict.layout.to_json()} does not fit its shape {list(verdict.shape)}."
-        )
-    return verdict
-
-
-def _read_boundary(data: Mapping[str, Any]) -> Boundary:
-    boundary: Boundary = _read(Boundary, data)
-    for value, allowed in ((boundary.kind, get_args(Kind)), (boundary.side, get_args(Side))):
-        if value not in allowed:
-            raise PlanError(f"The plan has a boundary {value!r} at {boundary.module}, not one of {', '.join(allowed)}.")
-    return boundary
 
 
 def _dumps(data: dict[str, Any], indent: str = "") -> str:

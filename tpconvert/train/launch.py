@@ -79,9 +79,9 @@ def going_on(config: Any, output: Path) -> Any:
 
 
 def _degree(folder: Path) -> int:
-    from tpconvert.checkpoint import read_manifest
+    from tpconvert.checkpoint import read_complete
 
-    return read_manifest(folder).tp
+    return read_complete(folder)[0].tp
 
 
 def _world(degree: int, folder: Path) -> tuple[int, int]:

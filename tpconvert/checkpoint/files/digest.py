@@ -40,6 +40,11 @@ def best_kind() -> str:
     return SHA256 if _blake3() is None else BLAKE3
 
 
+def can_hash(kind: str) -> bool:
+    """Whether hashes of a kind can be made here."""
+    return kind != BLAKE3 or _blake3() is not None
+
+
 def hash_file(path: Path, kind: str = "") -> File:
     """The size and hash of a file, read in pieces."""
     digest, size, piece = Digest(kind or best_kind()), 0, memoryview(bytearray(PIECE))

@@ -14,9 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tpconvert.checkpoint.folder import PLAN
 from tpconvert.errors import CheckpointError, TPConvertError
 from tpconvert.spec.manifest import NAME, safe_path
+from tpconvert.spec.plan import NAME as PLAN
 
 _LAST = (NAME, "config.json", PLAN)
 """Without the first of these that a folder has, nothing takes it for a whole one."""

@@ -107,7 +107,8 @@ class Store:
 
     def becomes(self) -> dict[str, str]:
         """Pickled files -> the safetensors files that a merge gives back in their place."""
-        return {file: safetensors_name(file) for file, held in self._files.items() if not isinstance(held, TensorFile)}
+        pickled = [file for file, held in self._files.items() if not isinstance(held, TensorFile)]
+        return {file: safetensors_name(file) for file in pickled if file != safetensors_name(file)}  # else of no file
 
     def original_files(self, keep: Mapping[str, object]) -> tuple[OriginalFile, ...]:
         """The safetensors files a merge gives back: these, or what pickled files become, with ``keep`` only."""

@@ -22,9 +22,11 @@ from tpconvert.errors import ConfigError
 from tpconvert.parallel import Mesh, cross_entropy, load_local, parallelize
 from tpconvert.parallel.compiled.layers import compile_layers, layers_of
 from tpconvert.parallel.convert import output_gathers
+from tpconvert.parallel.fits import check_plan
 from tpconvert.planning.slices import divided
 from tpconvert.source import Source, open_source
 from tpconvert.spec.layout import Block, Layout
+from tpconvert.spec.plan import NAME as PLAN
 from tpconvert.spec.plan import Boundary, Plan
 from tpconvert.train.data.batch import IGNORE, Batch, OwnBatch, moved
 from tpconvert.train.data.packed import Packing, Trial, find_packing, is_padding_left_out
@@ -253,8 +255,11 @@ def open_module(folder: Path, plan: Plan, *, trust_remote_code: bool = False) ->
     """The source that a sharded folder was made of, by the configuration kept in it, or the function it names."""
     if (folder / "config.json").is_file():
         task = plan.source.get("task") or None
-        return open_source(str(folder), task=task, trust_remote_code=trust_remote_code)
-    return open_source(str(plan.source.get("name", "")))
+        opened = open_source(str(folder), task=task, trust_remote_code=trust_remote_code)
+    else:
+        opened = open_source(str(plan.source.get("name", "")))
+    check_plan(opened.module, plan, str(folder / PLAN))
+    return opened
 
 
 def make_call(source: Source) -> Call:

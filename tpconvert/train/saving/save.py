@@ -71,7 +71,8 @@ class Save:
         force: bool = False,
         background: bool = False,
     ) -> None:
-        held, self._plan = read_manifest(base), read_plan(base)
+        held = read_manifest(base)
+        self._plan = read_plan(base, held)
         self.out, self._mesh, self._error = out, mesh, None
         first = mesh.rank == 0 and mesh.dp_rank == 0
         with contextlib.ExitStack() as stack:
