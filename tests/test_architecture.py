@@ -15,10 +15,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Imports point from a line to the lines below it, or within the line where a package imports itself.
 LEVELS = (
     {"cli", "options", "__main__"},
-    {"loading", "train", "verify", "report", "progress", "planning", "source", "formats"},
+    {"loading", "train", "verify", "report", "planning", "source", "formats"},
     {"analyze", "checkpoint", "parallel"},
     {"spec"},
-    {"errors"},
+    {"errors", "terminal"},
 )
 # Within a line, some may use others: to load or train or verify a model one has to open it.
 BESIDE = {

@@ -197,7 +197,7 @@ def test_the_bar_shows_bytes_and_rate_on_a_terminal(monkeypatch):
 
     from rich import console
 
-    from tpconvert.progress import progress_bar
+    from tpconvert.terminal.progress import progress_bar
 
     out = io.StringIO()
     real = console.Console

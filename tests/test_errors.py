@@ -186,10 +186,59 @@ def test_an_existing_plan_is_not_overwritten_unasked(llama, tmp_path):
     assert path.read_text() == "mine"
 
 
-def test_options_that_contradict_are_a_usage_error(llama):
-    result = CliRunner().invoke(main, ["plan", str(llama)])
-    assert result.exit_code == 2
-    assert "Missing option '--tp'" in result.stderr
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("pln", "No such command 'pln'. Did you mean 'plan'? See main --help."),
+        ("plan", "Missing argument 'SOURCE'. See main plan --help."),
+        ("plan x", "Missing option '--tp'. See main plan --help."),
+        ("plan x --tp 0", "Invalid value for '--tp': 0 is not in the range x>=1. See main plan --help."),
+        ("plan x --tp 2 --out-file y", "No such option '--out-file'"),
+        ("plan x y --tp 2", "Got unexpected extra argument (y). See main plan --help."),
+        ("shard x --tp 2 --seed 3 -o y", "--seed is what --init draws weights from"),
+        ("train x --config y --outptu z", "No such option '--outptu'"),
+        ("train x", "Missing option '--config'. See main train --help."),
+    ],
+)
+def test_a_mistake_in_the_command_itself_is_one_line_too(arguments, told):
+    assert fails(*arguments.split()).startswith(told)
+
+
+def test_the_command_of_each_rank_tells_its_mistakes_alike(monkeypatch):
+    from tpconvert.train.__main__ import command
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    first = CliRunner().invoke(command, ["x"])
+    assert (first.exit_code, first.stderr) == (2, "error: Missing option '--config'. See command --help.\n")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    other = CliRunner().invoke(command, ["x"])
+    assert (other.exit_code, other.stderr) == (2, "")
+
+
+def test_the_help_of_train_shows_what_its_ranks_take():
+    from tpconvert.train.__main__ import command
+
+    ours, theirs = (
+        {o for p in c.params for o in p.opts if o.startswith("-")} for c in (main.commands["train"], command)
+    )
+    assert ours - theirs == {"--nproc-per-node"} and theirs - ours == set()
+    shown = CliRunner().invoke(main, ["train", "--help"]).stdout
+    assert all(option in shown for option in ("--output", "--resume", "--trust-remote-code", "--config"))
+
+
+def test_what_is_given_to_train_reaches_its_ranks(sharded, tmp_path, monkeypatch):
+    from tpconvert.train import launch
+    from tpconvert.train.__main__ import command
+
+    seen = []
+    monkeypatch.setattr(launch, "launch", lambda arguments, ranks: seen.append((arguments, ranks)) or 0)
+    config = write(tmp_path / "c.yaml", "data: {path: x.txt}\n")
+    given = [str(sharded), "--config", str(config), "--output", "run", "--resume", "training.lr=0.1", "data.field=x"]
+    assert CliRunner().invoke(main, ["train", *given, "--trust-remote-code", "--nproc-per-node", "4"]).exit_code == 0
+    ((arguments, ranks),) = seen
+    found = command.make_context("x", list(arguments)).params
+    assert ranks == 4 and found["trust_remote_code"] and str(found["output"]) == "run" and found["folder"] == sharded
+    assert (found["resume"], found["overrides"]) == ("training.lr=0.1", ("data.field=x",))
 
 
 # -- folders ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -30,6 +30,8 @@ from tpconvert.options import (
     told_as,
     write_text,
 )
+from tpconvert.terminal.usage import OneLine, fail
+from tpconvert.train.options import run_options, spelled
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,7 +39,7 @@ _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota of the disk
 _FORBIDDEN = {errno.EACCES: "permission denied", errno.EPERM: "permission denied", errno.EROFS: "the disk is read-only"}
 
 
-class Commands(click.Group):
+class Commands(OneLine, click.Group):
     """Turns what users can mend into one line; a traceback is left to faults of tpconvert itself."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -47,21 +49,16 @@ class Commands(click.Group):
         except TPConvertError as error:
             if ctx.params.get("traceback"):
                 raise
-            _fail(str(error), error.exit_code)
+            fail(str(error), error.exit_code)
         except OSError as error:
             told = (_FULL | _FORBIDDEN).get(error.errno or 0)
             if told is None or ctx.params.get("traceback"):
                 raise
             where = f"{error.filename}: " if error.filename else ""
             hint = " Make room, or choose another disk." if error.errno in _FULL else ""
-            _fail(f"{where}{told}.{hint}", 2)
+            fail(f"{where}{told}.{hint}", 2)
         except KeyboardInterrupt:
-            _fail("interrupted.", 130)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
-    sys.exit(code)
+            fail("interrupted.", 130)
 
 
 def source_options(function: F) -> F:
@@ -197,7 +194,7 @@ def shard(
         raise click.UsageError("--seed is what --init draws weights from; without --init there is nothing to draw.")
     from tpconvert.checkpoint import shard as write
     from tpconvert.checkpoint.files.remote import output_folder
-    from tpconvert.progress import progress_bar
+    from tpconvert.terminal.progress import progress_bar
 
     opened, made = planned(source, tp, overrides, rules, plan_file, opening)
     weights = opened.initial(seed or 0) if init and opened.initial else opened.weights()
@@ -291,29 +288,29 @@ def verify(
         sys.exit(1)
 
 
-@main.command(context_settings={"ignore_unknown_options": True})
-@click.argument("folder", callback=local_path)
-@click.option("--config", required=True, metavar="FILE", help="The training configuration, in YAML.")
+@main.command()
+@run_options
 @click.option(
     "--nproc-per-node", type=click.IntRange(min=1), metavar="N", help="Ranks here. [default: the folder's tp]"
 )
-@click.argument("more", nargs=-1, type=click.UNPROCESSED)
-def train(folder: str, config: str, nproc_per_node: int | None, more: tuple[str, ...]) -> None:
-    """Train a sharded folder on this machine's devices; MORE goes to tpconvert.train as it is."""
-    from tpconvert.checkpoint import read_complete
-    from tpconvert.train.launch import launch
-    from tpconvert.train.settings.config import load_config
+def train(folder: Path, config: Path, overrides: tuple[str, ...], nproc_per_node: int | None, **how: Any) -> None:
+    """Train the sharded folder DIR on this machine's devices.
 
-    degree = read_complete(Path(folder))[0].tp
-    # A mistake is told here, once, before any rank starts.
-    load_config(Path(config), [item for item in more if "=" in item and not item.startswith("-")])
+    SECTION.KEY=VALUE takes the place of what the configuration says, as in training.lr=1e-4.
+    """
+    from tpconvert.checkpoint import read_complete
+    from tpconvert.train.launch import configured, launch
+
+    local_path(None, None, str(folder))
+    degree = read_complete(folder)[0].tp
+    configured(config, overrides, how["resume"])  # a mistake is told here, once, before any rank starts
     ranks = nproc_per_node or degree
     if ranks % degree:
         raise CheckpointError(
             f"{folder} is cut for {degree} ranks, which do not divide {ranks}.",
             hint=f"Use a multiple of {degree}, or tpconvert reshard.",
         )
-    sys.exit(launch([folder, "--config", config, *more], ranks))
+    sys.exit(launch([*spelled(folder, config, overrides, **how)], ranks))
 
 
 @main.command()
@@ -339,7 +336,7 @@ def merge(folder: str, out: str, force: bool, check: bool) -> None:
     """Write one ordinary checkpoint; for a Hugging Face source, a folder that from_pretrained loads."""
     from tpconvert.checkpoint import merge as write
     from tpconvert.checkpoint.files.remote import output_folder
-    from tpconvert.progress import progress_bar
+    from tpconvert.terminal.progress import progress_bar
 
     with output_folder(out, force=force) as target, progress_bar("merging") as progress:
         write(Path(folder), target, force=force, progress=progress, check=check)
@@ -356,7 +353,7 @@ def reshard(folder: str, tp: int, out: str, force: bool, check: bool) -> None:
     """Write a sharded folder for another number of ranks, without a whole model in between."""
     from tpconvert.checkpoint import reshard as write
     from tpconvert.checkpoint.files.remote import output_folder
-    from tpconvert.progress import progress_bar
+    from tpconvert.terminal.progress import progress_bar
 
     with output_folder(out, force=force) as target, progress_bar("resharding") as progress:
         manifest = write(Path(folder), target, tp=tp, force=force, progress=progress, check=check)

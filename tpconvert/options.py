@@ -21,7 +21,7 @@ MADE = "plan"
 """Where a plan has the fingerprint of what it says, beside what it says of its source."""
 
 
-def local_path(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+def local_path(ctx: click.Context | None, parameter: click.Parameter | None, value: str | None) -> str | None:
     """A path of this machine, for what is not a folder that is read once or written once."""
     if value is not None and "://" in value:
         raise CheckpointError(f"{value} is a URL; here only a path of this machine will do.")

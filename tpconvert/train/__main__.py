@@ -8,37 +8,24 @@ from pathlib import Path
 
 import click
 
+from tpconvert.terminal.usage import OneLine
 from tpconvert.train.launch import BEGUN, main
+from tpconvert.train.options import run_options
 
 
-@click.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--config", "config_path", metavar="FILE", type=click.Path(path_type=Path), required=True)
-@click.option(
-    "--output", metavar="DIR", type=click.Path(path_type=Path), help="Where steps and metrics go; default: DIR."
-)
-@click.option(
-    "--resume",
-    is_flag=False,
-    flag_value="auto",
-    metavar="[auto|none|STEP]",
-    help="Go on from the newest step, or from the folder given.",
-)
-@click.option("--trust-remote-code", is_flag=True, help="Run the code that came with the model.")
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.command(cls=OneLine, context_settings={"help_option_names": ["-h", "--help"]})
+@run_options
 def command(
     folder: Path,
-    config_path: Path,
+    config: Path,
+    overrides: tuple[str, ...],
     output: Path | None,
     resume: str | None,
     trust_remote_code: bool,
-    overrides: tuple[str, ...],
 ) -> None:
     """Train the sharded folder DIR on the ranks that torchrun started."""
     try:
-        code = main(
-            folder, config_path, overrides, output=output, resume=resume, trust_remote_code=trust_remote_code
-        )  # fmt: skip
+        code = main(folder, config, overrides, output=output, resume=resume, trust_remote_code=trust_remote_code)
     except KeyboardInterrupt:
         if BEGUN not in os.environ:  # else who launched this rank says so, once
             click.echo("error: interrupted.", err=True)

@@ -39,7 +39,7 @@ def main(
         os.environ.setdefault(name, level)
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        config = _config(config_path, overrides, resume)
+        config = configured(config_path, overrides, resume)
         degree = _degree(folder)
         rank, world = _world(degree, folder)
     except TPConvertError as error:
@@ -61,7 +61,8 @@ def main(
     return _run(folder, config, degree, place, output or folder, trust_remote_code)
 
 
-def _config(path: Path, overrides: Sequence[str], resume: str | None) -> Any:
+def configured(path: Path, overrides: Sequence[str], resume: str | None) -> Any:
+    """The configuration of a file with what the command line says."""
     from tpconvert.train.settings.config import load_config
 
     if resume and "=" in resume:  # --resume without a value, before an override
