@@ -50,8 +50,12 @@ def launched(ranks: int, *arguments: object) -> tuple[int, str, str]:
 
 def test_a_run_prints_its_configuration_and_its_steps_and_leaves_a_checkpoint(tmp_path: Path):
     folder, file = make_folder(tmp_path / "model", 2), config_file(tmp_path)
-    code, out, error = launched(2, folder, "--config", file, "training.steps=3")
+    (folder / "error-rank-1.txt").write_text("of a run before")
+    code, out, error = launched(2, folder, "--config", file, "--resume", "training.steps=3")
     assert (code, error) == (0, "")
+    begins = f"nothing to resume: no complete step in {folder}, so training begins at step 0\n"
+    assert out.count(begins) == out.count("nothing to resume") == 1
+    assert not (folder / "error-rank-1.txt").exists()
     assert "  steps: 3\n" in out and "  warmup_steps: 0\n" in out
     assert out.count("step 1/3  loss") == 1 and "step 3/3  loss" in out
     assert [p.name for p in state.complete_steps(folder)] == ["step-3"]

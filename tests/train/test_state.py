@@ -14,6 +14,7 @@ from tpconvert.errors import CheckpointError, ConfigError
 from tpconvert.parallel import make_mesh
 from tpconvert.train.loop import train
 from tpconvert.train.saving import state
+from tpconvert.train.saving.state import Progress
 
 
 def stop_after(mesh, folder: Path, config, output: Path, steps: int) -> list[float]:
@@ -242,3 +243,25 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path):
         state.claim(tmp_path / "run", patience=0.3)
     os.close(first)
     os.close(state.claim(tmp_path / "run"))
+
+
+def test_a_run_that_has_nothing_to_go_on_from_says_so(tmp_path: Path):
+    assert state.not_resumed(tmp_path, "none", Progress()) == ""
+    assert state.not_resumed(tmp_path, "auto", Progress(3)) == ""
+    told = f"nothing to resume: no complete step in {tmp_path}, so training begins at step 0"
+    assert state.not_resumed(tmp_path, "auto", Progress()) == told
+    for name in ("step-8", "step-20"):
+        (tmp_path / name).mkdir()
+    told = f"nothing to resume: no complete step in {tmp_path} (step-20 is half-written), so training begins at step 0"
+    assert state.not_resumed(tmp_path, "auto", Progress()) == told
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_clears_its_folder_of_what_one_that_failed_left(tmp_path: Path, again: bool):
+    (tmp_path / ".step-8.partial/rank-00000-of-00002").mkdir(parents=True)
+    (tmp_path / "step-4").mkdir()
+    told = {"error-rank-1.txt", "bad-step-3-dp-0.safetensors"}
+    for name in (*told, "notes.txt"):
+        (tmp_path / name).write_text("x")
+    state.begin_in(tmp_path, again)
+    assert {p.name for p in tmp_path.iterdir()} == {"step-4", "notes.txt"} | (told if again else set())

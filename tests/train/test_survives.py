@@ -12,7 +12,7 @@ from tests.train.test_loop import changed, run, settings
 from tests.train.test_state import alone, contents, resuming
 from tests.train.tiny import make_folder
 from tpconvert.errors import CheckpointError, ConfigError, TrainError
-from tpconvert.train.launch import _config, going_on
+from tpconvert.train.launch import configured, going_on
 from tpconvert.train.loop import train
 from tpconvert.train.model.memory import GIB, Held, ways_out
 from tpconvert.train.saving import save, state
@@ -102,11 +102,11 @@ def test_what_is_written_is_what_was_there_when_the_save_began(tmp_path: Path, m
 def test_torchrun_starting_again_goes_on_from_what_the_run_left(tmp_path: Path):
     config, file = settings(tmp_path, steps=1), tmp_path / "c.yaml"
     file.write_text(config.to_yaml())
-    fresh = _config(file, [], None)
+    fresh = configured(file, [], None)
     assert going_on(fresh, tmp_path / "run").checkpoint.resume == fresh.checkpoint.resume == "none"  # nothing was left
     alone(make_folder(tmp_path / "model", 1), config, tmp_path / "run")
     assert going_on(fresh, tmp_path / "run").checkpoint.resume == "auto"
-    assert going_on(_config(file, [], str(tmp_path / "run/step-1")), tmp_path / "run").checkpoint.resume == "auto"
+    assert going_on(configured(file, [], str(tmp_path / "run/step-1")), tmp_path / "run").checkpoint.resume == "auto"
 
 
 def test_going_back_to_an_earlier_step_does_not_mix_two_runs(tmp_path: Path):

@@ -1,5 +1,7 @@
+import fcntl
 import gzip
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -372,3 +374,18 @@ def test_columns_that_nobody_asked_for_are_not_read(tmp_path: Path):
     write_parquet(tmp_path / "a.parquet", m=[{"text": "ab"}], when=beyond, label=[1])
     tokens = tokens_of(tmp_path, path=str(tmp_path), field="m.text", objective="classification")
     assert tokens.row(0).tolist() == [97, 98] and tokens.more["label"].row(0).tolist() == [1]
+
+
+def test_what_a_killed_run_left_half_made_is_removed_and_what_somebody_makes_is_not(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("ab")
+    left, held, new = (tmp_path / "cache" / f".making-{name}" for name in ("left", "held", "new"))
+    for folder in (left, held, new):
+        folder.mkdir(parents=True)
+        (folder / "ids.bin").write_bytes(b"x")
+    for folder in (left, held):
+        os.utime(folder, (1, 1))
+    owner = os.open(held, os.O_RDONLY)
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    made = tokenize(Data(path=str(tmp_path / "a.txt")), ByteTokenizer(), tmp_path / "cache")
+    os.close(owner)
+    assert {p.name for p in (tmp_path / "cache").iterdir()} == {".making-held", ".making-new", made.name}

@@ -58,7 +58,7 @@ def main(
     if rank == 0:
         print(f"# {config_path}, with defaults and overrides\n{config.to_yaml()}", flush=True)
     place = _within(store, name), (rank, world, parent)
-    return _run(folder, config, degree, place, output or folder, trust_remote_code)
+    return _run(folder, config, degree, place, output or folder, trust_remote_code, again)
 
 
 def configured(path: Path, overrides: Sequence[str], resume: str | None) -> Any:
@@ -110,13 +110,14 @@ def _run(
     place: tuple[Any, tuple[int, int, int | None]],
     output: Path,
     trust_remote_code: bool,
+    again: bool,
 ) -> int:
     import torch
     import torch.distributed as dist
 
     from tpconvert.parallel import make_mesh
     from tpconvert.train.loop import train
-    from tpconvert.train.saving.state import claim
+    from tpconvert.train.saving.state import begin_in
     from tpconvert.train.together.ranks import gathered, together
 
     store, (rank, world, parent) = place
@@ -128,7 +129,7 @@ def _run(
         if rank == 0 and BEGUN in os.environ:
             Path(os.environ[BEGUN]).touch()
         mesh = make_mesh(degree, device=device, collectives=config.parallelism.collectives)
-        together(mesh, lambda: claim(output) if rank == 0 else None)
+        together(mesh, lambda: begin_in(output, again) if rank == 0 else None)
         prepares = os.environ["LOCAL_RANK"] == "0"
         train(
             folder, config, mesh, output=output, trust_remote_code=trust_remote_code, prepares=prepares,
@@ -184,7 +185,9 @@ def _device(torch: Any) -> Any:
 
 def _told(error: Exception, rank: int, output: Path) -> str:
     """One line for an error that nobody foresaw; all of it goes to a file."""
-    path = output / f"error-rank-{rank}.txt"
+    from tpconvert.train.saving.state import FAILED
+
+    path = output / f"{FAILED}-{rank}.txt"
     lines = str(error).strip().splitlines() or [""]
     text = f"error: rank {rank}: {type(error).__name__}: {lines[0]}"
     try:

@@ -97,7 +97,8 @@ def train(
         f"tp {mesh.degree} x dp {mesh.dp_degree} on {mesh.device.type}, {_count(model):,} parameters a rank, "
         f"{examples.told()}, step {progress.step} of {steps}, from {start}"
     )
-    for note in filter(None, (changed, *examples.notes, told_of_packing(model) if examples.packed else "")):
+    begun = state.not_resumed(run.output, resume, progress)
+    for note in filter(None, (begun, changed, *examples.notes, told_of_packing(model) if examples.packed else "")):
         metrics.say(note)
     if run.first:
         metrics.watch = Watch(run.output, config.profile, config.logging.split_every, gpu=mesh.device.type == "cuda")
@@ -283,7 +284,7 @@ def no_number(
     """The error of a step whose loss or gradient is no number; its batch is left in the output folder."""
     step, mesh = progress.step + 1, run.mesh
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-    stem = run.output / f"bad-step-{step}"
+    stem = run.output / f"{state.BAD}-{step}"
     if mesh.rank == 0:
         tensors = {
             f"{number}.{name}": value for number, micro in enumerate(micros) for name, value in micro.named().items()

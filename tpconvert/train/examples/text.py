@@ -8,10 +8,13 @@ A folder of tokens holds, for each column, its numbers one after another and whe
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +29,7 @@ from tpconvert.train.examples.tokenizer import Tokenizer
 from tpconvert.train.settings.data import Data, Source
 
 _VERSION = 2
+_MAKING, _MOMENT = ".making-", 60.0
 _KEYS = (
     "objective", "documents", "target", "labels", "prefix", "whole_words", "on_bad_line", "boundaries", "pack",
     "pair",
@@ -87,7 +91,11 @@ def tokenize(
     shutil.rmtree(out, ignore_errors=True)  # harmed
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(dir=cache, prefix=".making-"))
+        _remove_left(cache)
+        work = Path(tempfile.mkdtemp(dir=cache, prefix=_MAKING))
+        lock = os.open(work, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # of a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise ConfigError(
             f"{cache}: tokens cannot be stored there ({error.strerror}).", hint="Set data.cache."
@@ -103,7 +111,22 @@ def tokenize(
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        os.close(lock)
     return out
+
+
+def _remove_left(cache: Path) -> None:
+    """Remove what runs that were killed left half-made; what somebody is making is locked, but for its first moment."""
+    for path in cache.glob(f"{_MAKING}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < _MOMENT:
+                continue
+            lock = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            finally:
+                os.close(lock)
 
 
 def open_tokens(folder: Path) -> Tokens:

@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -45,6 +46,8 @@ from tpconvert.train.steps.optimizer import load_optimizer_tensors, optimizer_te
 from tpconvert.train.steps.scaling import Scale
 
 TRAINER = "trainer.json"
+FAILED, BAD = "error-rank", "bad-step"
+"""What the files are called that tell of a failure: a rank's traceback, a batch whose loss is no number."""
 _OPTIMIZER = "optimizer."
 _FORMAT = 1
 _STEP = re.compile(r"step-(\d+)$")
@@ -110,6 +113,30 @@ def find_start(folder: Path, output: Path, resume: str) -> Path:
     return path
 
 
+def not_resumed(output: Path, resume: str, progress: Progress) -> str:
+    """What to say of a run that was to go on from the newest step and has none; nothing of any other.
+
+    Scripts that are started again and again ask for it each time, the first one too, so it is no error.
+    """
+    if resume != "auto" or progress.step:
+        return ""
+    half = sorted((p for p in output.glob("step-*") if _STEP.search(p.name)), key=number_of)
+    besides = f" ({half[-1].name} is half-written)" if half else ""
+    return f"nothing to resume: no complete step in {output}{besides}, so training begins at step 0"
+
+
+def clear(output: Path, *, again: bool) -> None:
+    """Remove what a run that failed left half-written, and what it said of it unless this is the same run ``again``.
+
+    Only who has claimed the folder may.
+    """
+    for path in output.glob(".step-*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+    for pattern in () if again else (f"{FAILED}-*.txt", f"{BAD}-*.safetensors"):
+        for path in output.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
 def check_output(output: Path) -> None:
     """Raise unless steps can be written there: the time to say so is before the first step."""
     try:
@@ -143,6 +170,12 @@ def claim(output: Path, patience: float = 15.0) -> int:
             ) from None
         except OSError:  # a file system that knows no locks
             return folder
+
+
+def begin_in(output: Path, again: bool) -> None:
+    """Claim the folder for as long as this process lives, and clear it of what a run that failed left in it."""
+    claim(output)
+    clear(output, again=again)
 
 
 def complete_steps(output: Path) -> list[Path]:
