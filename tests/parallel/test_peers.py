@@ -98,11 +98,66 @@ def test_of_what_is_scattered_the_rows_of_the_other_rank_are_computed_first(ops)
         total = draft.op(torch.ops._c10d_functional.wait_tensor.default, start, like=mine)
         names = draft.ordered(draft.op(aten.neg.default, total, like=mine))
     at = {name: i for i, name in enumerate(names)}
-    assert at["mm_2"] < at["begin_t"] < at["mm_1"] < at["end_t"] < at["view_1"] < at["neg"] and "mm" not in at
+    assert at["mm_1"] < at["begin_t"] < at["mm_2"] < at["end_t"] < at["view_1"] < at["neg"] and "mm" not in at
     slices = {n.name: n.args[2:] for n in draft.graph.nodes if "slice" in n.name}
     assert list(slices.values()) in ([(0, 32), (32, 64)], [(32, 64), (0, 32)])
     rows = {n.name.replace("_default", ""): n.args[0].args[2:] for n in draft.graph.nodes if n.name.startswith("mm")}
-    assert rows == {"mm_1": (32, 64), "mm_2": (0, 32)}
+    assert rows == {"mm_1": (0, 32), "mm_2": (32, 64)}
+
+
+def test_own_rows_of_a_product_stay_beside_its_exchange_though_the_next_needs_them(ops):
+    with set_to(substitute, ROWS=1):
+        draft = Ordered()
+        product = draft.product(draft.value("x"), draft.value("w", 32, 32))
+        mine = torch.empty(32, 32, device="meta")
+        start = draft.op(torch.ops._c10d_functional.reduce_scatter_tensor.default, product, "sum", 2, "0", like=mine)
+        total = draft.op(torch.ops._c10d_functional.wait_tensor.default, start, like=mine)
+        names = draft.ordered(gathered(draft, total, 64))
+    wanted = ("mm", "begin", "mm", "end", "begin", "end")
+    assert [n.rstrip("_t0123456789") for n in names if n.startswith(wanted)] == list(wanted)
+
+
+def gathered(draft, x, rows):
+    start = draft.op(torch.ops._c10d_functional.all_gather_into_tensor.default, x, 2, "0")
+    like = torch.empty(2, *x.meta["val"].shape, device="meta")
+    wait = draft.op(torch.ops._c10d_functional.wait_tensor.default, start, like=like)
+    return draft.op(aten.view.default, wait, [rows, 32], like=torch.empty(rows, 32, device="meta"))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_of_what_is_gathered_the_own_rows_are_multiplied_before_the_others_come(ops, biased):
+    """Rank 1 of two; only where half a product keeps a GPU busy, and not where rows are summed over."""
+    with set_to(substitute, ROWS=1, BUSY=32 * 32):
+        draft = Ordered()
+        x, wide, narrow, bias = draft.value("x", 32, 32), draft.value("w", 32, 32), draft.value("n", 32, 8), None
+        every = gathered(draft, x, 64)
+        if biased:
+            bias = draft.value("b", 32)
+            whole = draft.op(aten.addmm.default, bias, every, wide, like=torch.empty(64, 32, device="meta"))
+        else:
+            whole = draft.product(every, wide)
+        summed_over = draft.product(draft.value("g", 32, 64), every)
+        names = draft.ordered(whole, draft.product(every, narrow), summed_over)
+    nodes = {n.name.replace("_default", ""): n for n in draft.graph.nodes}
+    (cat,) = (n for n in nodes.values() if n.target is aten.cat.default)
+    theirs, mine = cat.args[0]  # rank 0's rows come first
+    at = {name: i for i, name in enumerate(names)}
+    told = [n.name.replace("_default", "") for n in (mine, theirs)]
+    assert at["begin_t"] < at[told[0]] < at["end_t"] < at[told[1]]
+    assert mine.args[-2].args == (x, [32, 32]) and theirs.args[-2].args[1:] == (0, 0, 32)
+    assert all(part.args[:-2] == ((bias,) if biased else ()) and part.args[-1] is wide for part in (mine, theirs))
+    assert sum(n.target in substitute.PRODUCTS for n in nodes.values()) == 4
+
+
+def test_own_rows_that_the_next_exchange_needs_too_are_computed_beside_the_first(ops):
+    with set_to(substitute, ROWS=1, BUSY=1):
+        draft = Ordered()
+        x, weight = draft.value("x", 32, 32), draft.value("w", 32, 32)
+        total = draft.summed(draft.product(gathered(draft, x, 64), weight))
+        names = draft.ordered(draft.op(aten.neg.default, total))
+    at = {name: i for i, name in enumerate(names)}
+    products = sorted(at[n] for n in names if n.startswith("mm"))
+    assert at["begin_t"] < products[0] < at["end_t"] < products[1] < at["begin_t_1"]
 
 
 def test_small_sums_and_other_groups_stay_as_they_are(ops):
@@ -154,18 +209,18 @@ def test_norms_beside_the_layers_are_compiled_and_nothing_else():
 # -- on ranks without GPUs, where an exchange is what the backend makes of it ------------------------------------------
 
 
-def compiled_alike(mesh, plan, options):
+def compiled_alike(mesh, plan, options, rows):
     """Layers with exchanges in their graphs give what eager ones without give; nothing is left under way."""
     torch.compiler.reset()
     paired = replace(mesh, peers=Peers(mesh.group, torch.device("cpu"), 0))
-    with set_to(layers, LEAST=1), set_to(substitute, ROWS=1):
+    with set_to(layers, LEAST=1), set_to(substitute, ROWS=1, BUSY=1):
         model = parallelize(model_of("llama", 2).double(), Plan.loads(plan), paired, **options)
-        ids = torch.arange(TOKENS[0] * TOKENS[1]).view(TOKENS) % WORDS
+        ids = torch.arange(rows * TOKENS[1]).view(rows, TOKENS[1]) % WORDS
         eager = results(model, ids)
-        pairs, begun = substitute.pairs_of(model), []
+        pairs, begun, halved = substitute.pairs_of(model), [], []
 
         def backend(gm, inputs):
-            return passes_alone(gm, inputs, pairs, begun)
+            return passes_alone(gm, inputs, pairs, begun, halved)
 
         for layer in layers_of(model):
             layer.compile(fullgraph=True, backend=backend)
@@ -176,14 +231,19 @@ def compiled_alike(mesh, plan, options):
                     found[what], value, rtol=1e-11, atol=1e-11, msg=lambda m, w=what: f"{w}: {m}"
                 )
     assert not paired.peers.under_way
-    return begun
+    return begun, halved
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"),
-    [({}, [2, 2]), ({"waves": 2}, [4, 2]), ({"sequence_parallel": True}, [0, 4, 4, 1])],
-    ids=["plain", "waves", "sliced"],
+    ("options", "rows", "begun", "halved"),
+    [
+        ({}, 2, [2, 2], [0, 0]),
+        ({"waves": 2}, 2, [4, 2], [0, 0]),
+        ({"sequence_parallel": True}, 2, [0, 4, 4, 1], [0] * 4),
+        ({"sequence_parallel": True}, 1, [0, 4, 6, 1], [0, 5, 2, 0]),
+    ],
+    ids=["plain", "waves", "sliced", "sliced, of one sequence"],
 )
-def test_exchanges_in_compiled_layers_give_the_same_numbers(run_ranks, options, wanted):
+def test_exchanges_in_compiled_layers_give_the_same_numbers(run_ranks, options, rows, begun, halved):
     plan = make_plan(model_of("llama", 2), {"input_ids": torch.randint(0, WORDS, TOKENS)}, tp=2).dumps()
-    assert run_ranks(compiled_alike, 2, plan, options, timeout=240) == [wanted, wanted]
+    assert run_ranks(compiled_alike, 2, plan, options, rows, timeout=240) == [(begun, halved)] * 2

@@ -122,10 +122,10 @@ def test_only_what_a_forward_gathers_is_gathered_again():
 # -- on ranks -----------------------------------------------------------------------------------------------------
 
 
-def passes_alone(gm, inputs, pairs=None, begun=None):
+def passes_alone(gm, inputs, pairs=None, begun=None, halved=None):
     """torch.compile's way from a graph to the passes and back, without the compiler behind them.
 
-    ``begun`` is told how many exchanges each graph begins.
+    ``begun`` is told how many exchanges each graph begins, ``halved`` how many products it makes of two.
     """
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
@@ -141,6 +141,9 @@ def passes_alone(gm, inputs, pairs=None, begun=None):
         graph_module.recompile()
         if begun is not None:
             begun.append(sum("begin" in str(n.target) for n in graph_module.graph.nodes))
+        if halved is not None:
+            cats = [n.args[0] for n in graph_module.graph.nodes if n.target is aten.cat.default]
+            halved.append(sum(all(part.target is aten.mm.default for part in parts) for parts in cats))
         return make_boxed_func(graph_module)
 
     return aot_autograd(fw_compiler=ordered, bw_compiler=ordered, partition_fn=partitioned)(gm, inputs)

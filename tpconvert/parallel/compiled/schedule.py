@@ -81,7 +81,7 @@ def _ordered(nodes: list[fx.Node]) -> list[fx.Node]:
     index = {n: i for i, n in enumerate(nodes)}
     starts = [n for n in nodes if _starts(n)]
     first = _before(starts, index)
-    spare = [n for n in nodes if n not in first and flops(n)]
+    spare = [n for n in nodes if flops(n)]
     placed: dict[fx.Node, None] = {}
 
     def missing(node: fx.Node) -> list[fx.Node]:

@@ -5,6 +5,7 @@ What was traced, and what is run::
     all_reduce(x), wait_tensor                              begin(x), end
     cat of two, each of which is summed                     begin(x), begin(y), end(x, y), which joins them
     reduce_scatter(a @ b), wait_tensor                      begin(the other's rows of a @ b), end(own rows of a @ b)
+    all_gather(a), wait_tensor, a @ b                       begin(a), own rows of a @ b, end, the other's rows of it
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -25,6 +26,9 @@ AT_ONCE = 4
 
 ROWS = 256
 """Of a product that is made in halves, each at least."""
+BUSY = 2**21
+"""Numbers that a product makes while all of a GPU works at it; one of fewer takes as long."""
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 VIEWS = ("view", "_unsafe_view", "reshape", "permute", "unsqueeze", "squeeze", "clone")
 
 Pair = tuple[str, str, int, int]
@@ -48,32 +52,45 @@ def substitute(graph: fx.Graph, pairs: Pairs) -> None:
         users = list(start.users)
         if kind is None or group not in pairs or len(users) != 1 or not _is(users[0], "wait_tensor"):
             continue
-        begin, end, least, rank = pairs[group]
+        least = pairs[group][2]
         if not _large(start.args[0].meta["val"], 2 * least if kind == "scatter" else least):  # half of it is sent
             continue
-        with graph.inserting_before(start):
-            halves = _halves(graph, start.args[0], rank) if kind == "scatter" else None
-            kind, given, sent = ("cross", *halves) if halves else (kind, start.args[0], start.args[0])
-            token = graph.call_function(_op(begin), (sent, kind, before.get(group)))
-            token.meta["val"] = sent.meta["val"].new_empty(1)
-        with graph.inserting_before(users[0]):
-            rest = (sent, None, None) if halves else (None, None, None)
-            ended = graph.call_function(_op(end), (token, kind, given, *rest))
-            ended.meta = _told(given if halves else users[0])
-            if halves:
-                shaped = graph.call_function(torch.ops.aten.view.default, (ended, list(users[0].meta["val"].shape)))
-                shaped.meta = _told(users[0])
-        users[0].replace_all_uses_with(shaped if halves else ended)
-        _erase(graph, users[0])
-        before[group] = token
+        before[group], ended = _exchange(graph, start, users[0], kind, pairs[group], before.get(group))
         ends.add(ended)
     for node in list(graph.nodes):
         if sums := _joins(node, ends):
             _join(graph, node, sums)
 
 
-def _halves(graph: fx.Graph, x: Any, rank: int) -> tuple[fx.Node, fx.Node] | None:
-    """Of a product that is scattered: this rank's rows and the other's, which can be on their way beside the first."""
+def _exchange(
+    graph: fx.Graph, start: fx.Node, wait: fx.Node, kind: str, pair: Pair, before: fx.Node | None
+) -> tuple[fx.Node, fx.Node]:
+    """The nodes that begin and end what a collective and its wait did, in their places."""
+    begin, end, _, rank = pair
+    x: Any = start.args[0]
+    product = _product_in_halves(x) if kind == "scatter" else None
+    with graph.inserting_before(start):
+        sent = x if product is None else _half(graph, product, 1 - rank)
+        kind = kind if product is None else "cross"
+        token = graph.call_function(_op(begin), (sent, kind, before))
+        token.meta["val"] = sent.meta["val"].new_empty(1)
+        given = x if product is None else _half(graph, product, rank)  # is computed while the other is on its way
+    with graph.inserting_before(wait):
+        ended = graph.call_function(_op(end), (token, kind, given, None if product is None else sent, None, None))
+        ended.meta = _told(wait if product is None else given)
+        result = ended
+        if product is not None:
+            result = graph.call_function(torch.ops.aten.view.default, (ended, list(wait.meta["val"].shape)))
+            result.meta = _told(wait)
+    wait.replace_all_uses_with(result)
+    _erase(graph, wait)
+    if kind == "gather":
+        _own_rows_first(graph, x, ended, rank)
+    return token, ended
+
+
+def _product_in_halves(x: Any) -> fx.Node | None:
+    """The product that is scattered, if the rows that the other rank wants can be on their way beside its own."""
     node = x
     while len(node.users) == 1 and _views(node):
         node = node.args[0]
@@ -81,15 +98,56 @@ def _halves(graph: fx.Graph, x: Any, rank: int) -> tuple[fx.Node, fx.Node] | Non
     rows = value.shape[0] if node.target is torch.ops.aten.mm.default and len(node.users) == 1 else None
     if not isinstance(rows, int) or rows % 2 or rows < 2 * ROWS or x.meta["val"].numel() != value.numel():
         return None
-    made = []
-    for part in (rank, 1 - rank):
-        given = (node.args[0], 0, part * rows // 2, (part + 1) * rows // 2)
-        half = graph.call_function(torch.ops.aten.slice.Tensor, given)
-        half.meta["val"] = node.args[0].meta["val"][: rows // 2]
-        product = graph.call_function(node.target, (half, node.args[1]))
-        product.meta["val"] = value[: rows // 2]
-        made.append(product)
-    return made[0], made[1]
+    return cast("fx.Node", node)
+
+
+def _half(graph: fx.Graph, product: fx.Node, part: int) -> fx.Node:
+    """Half of its rows."""
+    left: Any = product.args[0]
+    rows = product.meta["val"].shape[0] // 2
+    half = graph.call_function(torch.ops.aten.slice.Tensor, (left, 0, part * rows, (part + 1) * rows))
+    half.meta["val"] = left.meta["val"][:rows]
+    made = graph.call_function(product.target, (half, product.args[1]))  # type: ignore[arg-type]
+    made.meta["val"] = product.meta["val"][:rows]
+    return made
+
+
+def _own_rows_first(graph: fx.Graph, own: Any, ended: fx.Node, rank: int) -> None:
+    """Of products of what is gathered, the rows that this rank has had all along need not wait for the other's."""
+    for product in _products_of(ended):
+        gathered, weight = product.args[-2:]
+        value, made = gathered.meta["val"], product.meta["val"]
+        half = value.shape[0] // 2
+        if not isinstance(half, int) or half < ROWS or value.shape[0] % 2 or half * made.shape[1] < BUSY:
+            continue
+        with graph.inserting_before(product):
+            mine = graph.call_function(torch.ops.aten.view.default, (own, [half, value.shape[1]]))
+            theirs = graph.call_function(
+                torch.ops.aten.slice.Tensor, (gathered, 0, (1 - rank) * half, (2 - rank) * half)
+            )
+            halves = []
+            for rows in (mine, theirs):
+                rows.meta["val"] = value[:half]
+                each = graph.call_function(product.target, (*product.args[:-2], rows, weight))
+                each.meta["val"] = made[:half]
+                halves.append(each)
+            both = graph.call_function(torch.ops.aten.cat.default, (halves if rank == 0 else halves[::-1],))
+        both.meta = _told(product)
+        product.replace_all_uses_with(both)
+        graph.erase_node(product)
+
+
+def _products_of(gathered: fx.Node) -> list[fx.Node]:
+    """Those whose rows are what was gathered, in its order, and which add at most the same bias to each row."""
+    found = []
+    for user in list(gathered.users):
+        if _views(user):
+            found += _products_of(user)
+        elif user.target in PRODUCTS and user.args[-2] is gathered and not user.kwargs:
+            bias: Any = user.args[:-2]
+            if user.args[-1] is not gathered and all(b.meta["val"].dim() == 1 for b in bias):
+                found.append(user)
+    return found
 
 
 def _erase(graph: fx.Graph, node: Any) -> None:
@@ -101,11 +159,12 @@ def _erase(graph: fx.Graph, node: Any) -> None:
 
 
 def _views(node: fx.Node) -> bool:
-    """Whether an op leaves what is in memory in its order."""
+    """Whether an op leaves what is in memory in its order, and of its dtype."""
     name = getattr(node.target, "_opname", "")
     if name not in VIEWS or not isinstance(node.args[0], fx.Node):
         return False
-    return all(n.meta["val"].is_contiguous() for n in (node, node.args[0]))
+    made, given = node.meta["val"], node.args[0].meta["val"]
+    return made.dtype == given.dtype and made.is_contiguous() and given.is_contiguous()
 
 
 def _op(name: str) -> Any:
