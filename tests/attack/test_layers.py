@@ -15,6 +15,7 @@ from tpconvert.planning import make_plan
 from tpconvert.verify import emulate_module
 
 WIDTH, FFN, LENGTH = 24, 48, 16
+SOME = 8  # divides the widths
 
 
 def noise(*shape: int) -> Tensor:
@@ -134,6 +135,29 @@ class Constrained(Mlp):
         return super().forward(x)
 
 
+class AsksWidth(Mlp):
+    """Does one thing more where what it was given is narrow, or no layer of torch's."""
+
+    def between(self, h: Tensor) -> Tensor:
+        h = h if h.shape[-1] >= FFN else h * 2
+        return h if self.up.weight.shape[0] >= FFN and type(self.up) is nn.Linear else h.sin()
+
+
+class Reordered(Mlp):
+    """Features of tokens are taken for tokens of features: by chance as many as one is of the other."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return h.transpose(1, 2).reshape(h.shape)
+
+
+class ReorderedSum(Mlp):
+    """The same, and only tokens are summed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return h.transpose(1, 2).reshape(h.shape).sum(1)
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], str, list[dict[str, Any]]]] = {
     "spatial gate": (SpatialGate, "down.weight", [{"x": noise(2, LENGTH, WIDTH)}, {"x": noise(3, LENGTH, WIDTH)}]),
     "squares": (Squares, "q.weight", [{"x": noise(2, 5, WIDTH)}, {"x": noise(3, 7, WIDTH)}]),
@@ -142,6 +166,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str, list[dict[str, Any]]]] =
     "rescaled": (Rescaled, "up.weight", [{"x": noise(2, 5, WIDTH)}, {"x": noise(3, 7, WIDTH)}]),
     "rescaled view": (RescaledView, "up.weight", [{"x": noise(2, 5, WIDTH)}]),
     "remembers": (Remembers, "", [{"x": noise(2, 5, WIDTH)}, {"x": noise(3, 7, WIDTH)}]),
+    "asks width": (AsksWidth, "up.weight", [{"x": noise(2, 5, WIDTH)}, {"x": noise(3, 7, WIDTH)}]),
+    "reordered": (Reordered, "down.weight", [{"x": noise(2, SOME, WIDTH)}, {"x": noise(3, SOME + 2, WIDTH)}]),
+    "reordered sum": (ReorderedSum, "", [{"x": noise(2, SOME, WIDTH)}, {"x": noise(3, SOME + 2, WIDTH)}]),
     "constrained": (Constrained, "down.weight", [{"x": noise(2, 5, WIDTH)}]),
 }
 """``(its class, a parameter that must be cut if any, inputs)``."""

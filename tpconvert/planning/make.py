@@ -14,6 +14,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from tpconvert.planning.proof.otherwise import Otherwise
 from tpconvert.planning.proof.shapes import Fault, prove_shapes
 from tpconvert.planning.proof.training import Training
 from tpconvert.planning.reproduce import NotHeldError
+from tpconvert.planning.sizes import by_chance
 from tpconvert.planning.slices import sliced_once, with_slices
 from tpconvert.spec.plan import Plan, Slices
 
@@ -121,7 +123,8 @@ class Planning:
         self.classifier = Classifier(ax, load_patterns(self.rules))
         self.training = Training(self.module, self.inputs, ax, known)
         self.rewritten: dict[str, str] = {}
-        self.forbidden: dict[Term, str] = self._policy()
+        chance = by_chance(ax, self.inputs, partial(self.training.captured, training=False))
+        self.forbidden: dict[Term, str] = self._policy() | chance
         self.early: frozenset[str] = frozenset()
         self.inline = frozenset(n for n in ax.lookups if not n.meta.get("layer"))
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpconvert.analyze.axes.run import Axes
-from tpconvert.analyze.axes.terms import Term, find, leaves
+from tpconvert.analyze.axes.terms import Term, atoms, find, leaves, segments
+from tpconvert.analyze.capture.run import Inputs, Trace
 from tpconvert.analyze.trace.trees import map_tensors
 
 LONGER = 3
@@ -54,11 +55,45 @@ class OtherSizes:
         """``(inputs, the terms that changed)``: all sizes at once in a few ways, then each by itself."""
         sizes = sorted({t.n for t in self.free.values() if t.n > 1})
         for group in (sizes, *([n] for n in sizes if len(sizes) > 1), [1]):
-            for way in range(len(_others(1))):
-                changed = {at: _others(t.n)[way] for at, t in self.free.items() if t.n in group}
-                if any(n != self.free[at].n for at, n in changed.items()):
-                    shapes = [[changed.get((i, d), n) for d, n in enumerate(s)] for i, s in enumerate(self.shapes)]
-                    yield resized(self.inputs, shapes), {find(self.free[at]) for at in changed}
+            yield from self.among(self.free, group)
+
+    def among(self, dims: dict[tuple[int, int], Term], sizes: Sequence[int]) -> Iterator[tuple[Any, set[Term]]]:
+        """The same, with those of ``dims`` changed that have one of ``sizes``."""
+        for way in range(len(_others(1))):
+            changed = {at: _others(t.n)[way] for at, t in dims.items() if t.n in sizes}
+            if any(n != dims[at].n for at, n in changed.items()):
+                shapes = [[changed.get((i, d), n) for d, n in enumerate(s)] for i, s in enumerate(self.shapes)]
+                yield resized(self.inputs, shapes), {find(dims[at]) for at in changed}
+
+
+def by_chance(ax: Axes, inputs: Inputs, captured: Callable[[Any], Trace | str]) -> dict[Term, str]:
+    """The axes of parameters that are made otherwise at another size of the inputs.
+
+    A reshape from 36 features of 6 tokens to 6 tokens of 36 features takes each token for 6 of the features, as long as
+    there are 6 tokens.  It is looked for where a parameter's dim would be made of a size of the inputs and another
+    axis; a size that the parameter asks for has no other.
+    """
+    mixed = {a for node in ax.trace.parameters.values() for t in ax.of(node) for a in _multiplied(t, ax.input_atoms)}
+    nodes = [n for n in ax.trace.nodes if n.meta["op"] == "input"]
+    dims = {(i, d): t for i, node in enumerate(nodes) for d, t in enumerate(ax.of(node)) if leaves(t) & mixed}
+    found: set[Term] = set()
+    for size in sorted({t.n for t in dims.values()}):
+        traces = (captured(others) for others, _ in OtherSizes(ax, inputs).among(dims, [size]))
+        trace = next((t for t in traces if isinstance(t, Trace)), None)
+        there = Axes(trace, trace.rules, ax.joined) if trace is not None else ax
+        for name, node in ax.trace.parameters.items():
+            other = there.trace.parameters.get(name, node)
+            for term, here in zip(ax.of(node), (there if other is not node else ax).of(other), strict=True):
+                found |= leaves(term) if repr(here) != repr(term) else set()
+    return dict.fromkeys(found - ax.input_atoms, "a size of the inputs stands inside a cut dim")
+
+
+def _multiplied(term: Term, inputs: set[Term]) -> set[Term]:
+    """The atoms of the inputs that multiply others in a dim."""
+    factors = atoms(term)
+    own = {a for f in factors for a in (leaves(f) if len(factors) > 1 else ())}
+    inner = {a for f in factors if f.kind == "S" for s in segments(f) for a in _multiplied(s, inputs)}
+    return inner | (own & inputs if own - inputs else set())
 
 
 def _others(size: int) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tpconvert.analyze.axes.chance import block_chance
 from tpconvert.analyze.axes.terms import P, Term, UnalignedError, V, atoms, cut, find, leaves, products, unify
 from tpconvert.analyze.capture.run import Trace
 from tpconvert.analyze.watch.gradients import HOOK
@@ -110,6 +111,7 @@ class Axes:
                 node.meta["val"], "_post_accumulate_grad_hooks", None
             ):
                 self.block(self.of(node), node, HOOK)
+        block_chance(self)
         self._resolve()
         for term, blocked in beyond:
             for atom in leaves(term):

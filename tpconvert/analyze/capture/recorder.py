@@ -17,15 +17,10 @@ from tpconvert.analyze.trace.call import Call
 from tpconvert.analyze.trace.entering import Entered
 from tpconvert.analyze.trace.provenance import Expression, Formulas, Int
 from tpconvert.analyze.trace.trees import Held, constant_slots, fresh, is_plain, tensor_slots, tensors_in
+from tpconvert.analyze.watch import running
 from tpconvert.analyze.watch.gradients import is_foreign, mark_differentiable, showing_functions, watch, watches
 from tpconvert.analyze.watch.hooks import hooked, sees_inputs, sees_outputs, standing_inside
-from tpconvert.analyze.watch.running import (
-    descending_into_functionals,
-    forward_failed,
-    runs_in,
-    seeing_casts,
-    seeing_ranks,
-)
+from tpconvert.analyze.watch.running import descending_into_functionals, forward_failed, marks, runs_in
 from tpconvert.analyze.watch.shadow import QUESTIONS
 from tpconvert.analyze.watch.state import parameters_of, stand_ins
 from tpconvert.analyze.watch.unseen import Below, storage_of, transforming
@@ -108,8 +103,8 @@ class Recorder(TorchFunctionMode):
         with ExitStack() as stack:
             stack.enter_context(self.following_calls())
             stack.enter_context(descending_into_functionals())
-            stack.enter_context(seeing_casts(self.stack))
-            stack.enter_context(seeing_ranks(self.stack, self.notes))
+            stack.enter_context(running.seeing_casts(self.stack))
+            stack.enter_context(running.seeing_ranks(self.stack, self.notes))
             if self.shadow is not None:
                 stack.enter_context(self.shadow.active(self))
             stack.enter_context(torch.enable_grad())
@@ -261,6 +256,7 @@ class Recorder(TorchFunctionMode):
         call = self.stack[-1] if self.stack else None
         node = self.graph.create_node("call_function", func, self.map(tuple(args)), self.map(kwargs))
         node.meta.update(op=name, call=call, val=out, own_backward=is_foreign(func) and self.rules.get(name) is None)
+        node.meta |= marks()
         if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
             node.meta["dtypes"] = [(n, d) for c, n, d in reversed(self.reads) if c is call]
         if name == "embedding":

@@ -12,6 +12,7 @@ Each node carries in ``meta``:
 ``call``   the :class:`Call` whose own forward ran it
 ``grad``   whether its value takes part in differentiation
 ``value``  a copy of the value, when captured with ``values=True``
+``added``  it is none of a forward's own but of what a conversion adds: a collective, and what it moves
 =========  =======================================================================================
 """
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from tpconvert.analyze.axes.chance import argument
 from tpconvert.analyze.axes.dealing import Deal
 from tpconvert.analyze.axes.terms import P, Term, V, blocks, leaves
 from tpconvert.analyze.capture.run import Call
@@ -181,7 +182,7 @@ class _Solver:
         for node, sites in self.ax.sites.items():
             local = is_local(self.flow, node)
             for site in sites:
-                value = at(node, site.path)
+                value = argument(node, site.path)
                 cut = local and bool(leaves(site.term) & self.flow.cut_atoms)
                 if isinstance(value, int) and (cut or isinstance(value, Int)) and node.meta["call"] is not None:
                     term = site.term if cut else V(abs(int(value)))
@@ -225,14 +226,6 @@ class _Solver:
 
 SHAPES = frozenset(["view", "reshape", "expand", "flatten", "unflatten", "zeros", "ones", "empty"])
 """Ops whose every integer is a size: one that is no site there is whole."""
-
-
-def at(node: fx.Node, path: tuple[Any, ...]) -> Any:
-    """The argument at a site's path."""
-    tree: Any = (node.args, node.kwargs)
-    for key in path:
-        tree = getattr(tree, key) if isinstance(tree, slice) else tree[key]
-    return tree
 
 
 def integers(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Int]]:

@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointFunction
 
 from tpconvert.analyze.trace.trees import tensors_in
+from tpconvert.analyze.watch.running import marks
 from tpconvert.analyze.watch.unseen import WHY, enclosed
 
 FUNCTION = "it has a backward of its own, which need not be linear (a rule says that it is)"
@@ -167,7 +168,7 @@ def applied(recorder: Any, cls: Any, run: Any, args: Any) -> Any:
     node = recorder.graph.create_node("call_function", Applied(cls, args, modules or bool(inplace)), given, kwargs)
     if rule is not None and (reads := [n for n in recorder.below.of_all(outs) if n not in node.all_input_nodes]):
         node.kwargs = {"also": reads}
-    node.meta.update(op=op, call=call, val=out, why=FUNCTION, own_backward=rule is None)
+    node.meta |= {"op": op, "call": call, "val": out, "why": FUNCTION, "own_backward": rule is None} | marks()
     for tensor, item in recorder.results(node, out, outs):
         (recorder.mutated if id(tensor) in inplace else recorder.bind)(tensor, item)
     return out

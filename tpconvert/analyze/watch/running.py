@@ -28,6 +28,17 @@ def runs_in(function: Any) -> bool:
     return False
 
 
+def marks() -> dict[str, bool]:
+    """What to mark an op with: whether it is none of a forward's own but of what a conversion adds, as collectives."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "tpconvert.analyze.")) or frame.f_code.co_name == "forward":
+            return {"added": True} if name.startswith("tpconvert.parallel.") else {}
+        frame = frame.f_back
+    return {}
+
+
 @contextmanager
 def descending_into_functionals() -> Iterator[None]:
     """Record what Python-level functionals do inside, instead of the functional as one op.

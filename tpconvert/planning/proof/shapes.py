@@ -101,16 +101,17 @@ def _compare(
         if path.startswith("?") or path in rewritten or _is_ours(local.get_submodule(path)):
             continue
         for both in zip(calls, have.get(path, ()), strict=False):
-            nodes, others = ([n for n in side if not n.meta.get("passed")] for side in both)  # it only hands them on
+            # what only hands on what it is given is no op, and what a conversion adds is none of the forward's
+            nodes, others = ([n for n in side if not n.meta.keys() & {"passed", "added"}] for side in both)
             if choice.flow.sliced_dims and _parts_by_values(nodes, others, by_data):
                 continue  # as it may without slices, where this was looked at
             counted = counting and _counts_values(nodes, others)
             for node, other in _counterparts(nodes, others, by_data):
-                if other is None and counted:
+                if (node is None or other is None) and counted:
                     break
-                if other is None:
-                    missing = f"on rank {rank} it takes another path, without {node.meta['op']}"
-                    faults.setdefault(path, Fault(path, missing))
+                if node is None or other is None:
+                    how = f"without {node.meta['op']}" if node is not None else f"with {other.meta['op']}"  # type: ignore[union-attr]
+                    faults.setdefault(path, Fault(path, f"on rank {rank} it takes another path, {how}"))
                     break
                 why = _differs(node, other, choice, rank, _unsure(choice, counted or node in by_data, counting))
                 why = why or (None if counted else _reads_differ(node, other, choice, rank, by_data))
@@ -133,8 +134,8 @@ def _compare(
 
 def _counterparts(
     nodes: list[fx.Node], others: list[fx.Node], by_data: set[fx.Node]
-) -> Iterator[tuple[fx.Node, fx.Node | None]]:
-    """Each op with the one that the rank ran for it.
+) -> Iterator[tuple[fx.Node | None, fx.Node | None]]:
+    """Each op with the one that the rank ran for it; None in the place of what only one of the two ran.
 
     A rank may leave out what keeps its entries as they are, as repeating them once does: of two paths that are alike
     but for such ops, the others are compared.  Where data takes another path, the values proof decides.
@@ -148,10 +149,15 @@ def _counterparts(
         return
     at = iter(others)
     for node in nodes:
-        other = next((o for o in at if o.meta["op"] == node.meta["op"]), None)
+        other = next(at, None)
+        while other is not None and other.meta["op"] != node.meta["op"]:
+            if not _keeps(other):
+                yield None, other
+            other = next(at, None)
         yield node, other
         if other is None:
             return
+    yield from ((None, o) for o in at if not _keeps(o))
 
 
 def _keeps(node: fx.Node) -> bool:
