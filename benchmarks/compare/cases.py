@@ -56,7 +56,7 @@ def alone(more: tuple[tuple[tuple[str, object], ...], ...] = ()) -> list[Case]:
             base,
             replace(base, compiled=True),
             replace(base, compiled=True, sequence_parallel=True),
-            replace(base, compiled=True, options=GRAPHED),
+            *(replace(base, compiled=True, sequence_parallel=s, options=GRAPHED) for s in (False, True)),
             replace(base, way="megatron"),
             replace(base, way="transformers"),
             replace(base, way="dtensor", compiled=True),
