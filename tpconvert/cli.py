@@ -21,16 +21,16 @@ from tpconvert.options import (
     compared,
     fingerprinted,
     local_folder,
-    local_path,
     open_named,
     plan_of,
     plan_of_folder,
     planned,
     say_notes,
     told_as,
+    weights_of,
     write_text,
 )
-from tpconvert.terminal.usage import OneLine, fail
+from tpconvert.terminal.usage import LocalPath, OneLine, fail
 from tpconvert.train.options import run_options, spelled
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,6 +42,8 @@ _FORBIDDEN = {errno.EACCES: "permission denied", errno.EPERM: "permission denied
 class Commands(OneLine, click.Group):
     """Turns what users can mend into one line; a traceback is left to faults of tpconvert itself."""
 
+    command_class = OneLine
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         try:
@@ -52,11 +54,11 @@ class Commands(OneLine, click.Group):
             fail(str(error), error.exit_code)
         except OSError as error:
             told = (_FULL | _FORBIDDEN).get(error.errno or 0)
-            if told is None or ctx.params.get("traceback"):
+            if (told is None and error.filename is None) or ctx.params.get("traceback"):
                 raise
             where = f"{error.filename}: " if error.filename else ""
             hint = " Make room, or choose another disk." if error.errno in _FULL else ""
-            fail(f"{where}{told}.{hint}", 2)
+            fail(f"{where}{told or error.strerror}.{hint}", 2)
         except KeyboardInterrupt:
             fail("interrupted.", 130)
 
@@ -114,7 +116,7 @@ def main(traceback: bool) -> None:
 @click.argument("source")
 @plan_options
 @source_options
-@click.option("-o", "--out", metavar="FILE", callback=local_path, help="Write the plan.")
+@click.option("-o", "--out", metavar="FILE", type=LocalPath(), help="Write the plan.")
 @click.option(
     "--format",
     "form",
@@ -135,7 +137,7 @@ def plan(
     tp: int | None,
     overrides: tuple[str, ...],
     rules: tuple[str, ...],
-    out: str | None,
+    out: Path | None,
     form: str | None,
     theirs: str | None,
     force: bool,
@@ -144,23 +146,22 @@ def plan(
     **opening: Any,
 ) -> None:
     """Show what would be cut, what stays whole, and why."""
-    target = Path(out) if out else None
     if form and (theirs or as_json or every):
         raise click.UsageError(
             "--format prints the plan as others write it: no --check-against, --json or --all with it."
         )
     if theirs and out:
         raise click.UsageError("--check-against writes no plan: no --out with it.")
-    if target and target.exists() and not force:
-        raise PlanError(f"{target}: exists already.", hint="Use --force to replace it, or choose another output.")
+    if out and os.path.lexists(out) and not force:
+        raise PlanError(f"{out}: exists already.", hint="Use --force to replace it, or choose another output.")
     if form:
-        return told_as(form, source, tp, overrides, rules, target, opening)
+        return told_as(form, source, tp, overrides, rules, out, opening)
     opened, made = planned(source, tp, overrides, rules, None, opening)
     made = fingerprinted(made)
     if theirs:
         return compared(opened, made, theirs, as_json)
-    if target:
-        write_text(target, made.dumps())
+    if out:
+        write_text(out, made.dumps())
     from tpconvert.report import plan_report, plan_text
 
     report = plan_report(made, fold=not every)
@@ -174,7 +175,9 @@ def plan(
 @source_options
 @click.option("--plan", "plan_file", metavar="FILE", help="Use this plan.json instead of making one.")
 @click.option("--init", is_flag=True, help="Weights as the model draws them at first, whatever SOURCE holds.")
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="What --init draws them from. [default: 0]")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="What --init draws them from. [default: 0]"
+)
 @out_option
 @force_option
 def shard(
@@ -197,11 +200,16 @@ def shard(
     from tpconvert.terminal.progress import progress_bar
 
     opened, made = planned(source, tp, overrides, rules, plan_file, opening)
-    weights = opened.initial(seed or 0) if init and opened.initial else opened.weights()
+    weights = weights_of(opened, seed or 0 if init else None)
     with output_folder(out, force=force) as target, progress_bar("sharding") as progress:
         manifest = write(weights, made, target, force=force, progress=progress)
     if not init:
         say_notes(opened)
+    if extra := manifest.original.extra:
+        click.echo(
+            f"note: the model has no use for {len(extra)} tensors of {source} ({extra[0]} first); merge keeps them.",
+            err=True,
+        )
     for pickled, becomes in weights.store.becomes().items():
         click.echo(f"note: {pickled} is a pickle; a merge gives back {becomes} in its place.", err=True)
     click.echo(f"{out}: {len(manifest.tensors)} tensors for {manifest.tp} ranks.")
@@ -301,7 +309,6 @@ def train(folder: Path, config: Path, overrides: tuple[str, ...], nproc_per_node
     from tpconvert.checkpoint import read_complete
     from tpconvert.train.launch import configured, launch
 
-    local_path(None, None, str(folder))
     degree = read_complete(folder)[0].tp
     configured(config, overrides, how["resume"])  # a mistake is told here, once, before any rank starts
     ranks = nproc_per_node or degree

@@ -11,21 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tpconvert.errors import CheckpointError, PlanError
+from tpconvert.errors import PlanError, SourceError
 
 if TYPE_CHECKING:
+    from tpconvert.checkpoint import Weights
     from tpconvert.source import Source
     from tpconvert.spec.plan import Plan
 
 MADE = "plan"
 """Where a plan has the fingerprint of what it says, beside what it says of its source."""
-
-
-def local_path(ctx: click.Context | None, parameter: click.Parameter | None, value: str | None) -> str | None:
-    """A path of this machine, for what is not a folder that is read once or written once."""
-    if value is not None and "://" in value:
-        raise CheckpointError(f"{value} is a URL; here only a path of this machine will do.")
-    return value
 
 
 def local_folder(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -129,6 +123,17 @@ def plan_of(
         )
 
 
+def weights_of(opened: Source, seed: int | None) -> Weights:
+    """What is to be sharded: the SOURCE's weights, or those that it draws from a seed."""
+    from tpconvert.spec.manifest import NAME
+
+    if seed is not None and opened.initial is not None:
+        return opened.initial(seed)
+    if not opened.has_weights and not (Path(opened.name) / NAME).is_file():  # of which weights() says what it is
+        raise SourceError(f"{opened.name} holds no weights.", hint="Fetch them, or draw new ones with --init.")
+    return opened.weights()
+
+
 def check_plan_options(
     tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None, emulate: bool = False
 ) -> None:
@@ -143,15 +148,15 @@ def plan_of_folder(
     folder: Path, tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None
 ) -> Plan:
     """The plan a folder was sharded by: what lies there is to be proved, not what would be made today."""
-    from tpconvert.checkpoint import read_manifest, read_plan
+    from tpconvert.checkpoint import read_complete
 
     if overrides or rules or plan_file:
         raise click.UsageError("A folder brings its own plan: --plan, --set and --rules have no effect on it.")
-    held = read_manifest(folder)
+    held, plan = read_complete(folder)
     degree = held.tp
     if tp not in (None, degree):
         raise PlanError(f"{folder} is cut for {degree} ranks, not {tp}.", hint=f"Leave --tp out, or use --tp {degree}.")
-    return read_plan(folder, held)
+    return plan
 
 
 def read_plan(path: Path, tp: int | None) -> Plan:
@@ -198,6 +203,8 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, "utf-8")
         partial.replace(path)
     except FileNotFoundError:
+        if path.parent.is_dir():
+            raise PlanError(f"{path}: cannot be written there.", hint="Choose another output.") from None
         raise PlanError(f"{path}: there is no folder {path.parent}.") from None
     finally:
         partial.unlink(missing_ok=True)

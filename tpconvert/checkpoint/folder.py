@@ -60,10 +60,10 @@ class NewFolder:
 
     def __init__(self, out: Path, *, force: bool = False, keep: tuple[Path, ...] = ()) -> None:
         self.out = absolute(out)
-        self.path = partial_path(out)
         self._force = force
         self._lock = -1
         _check_target(self.out, force, tuple(map(absolute, keep)))
+        self.path = partial_path(out)
 
     def __enter__(self) -> NewFolder:
         try:
@@ -294,6 +294,8 @@ def _check_target(out: Path, force: bool, keep: tuple[Path, ...]) -> None:
     for held in keep:
         if out == held or held.is_relative_to(out):
             raise CheckpointError(f"{out}: is being read, so it cannot be written to.", hint="Choose another output.")
+    if not out.name:
+        raise CheckpointError(f"{out}: is no name for a folder.", hint="Choose another output.")
     if not out.exists():
         return
     if not out.is_dir():

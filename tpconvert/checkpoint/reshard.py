@@ -94,6 +94,11 @@ def merge(
     """
     held = _open(folder)
     original = held.manifest.original
+    if held.manifest.tensors and not original.files:
+        raise CheckpointError(
+            f"{held.path / manifest.NAME}: names no file of a source, so there is nothing to give back.",
+            hint="Copy it again from where it was made, or shard the source again.",
+        )
     targets = []
     for file in original.files:
         header = parse_header(file.header, None, f"{held.path / manifest.NAME}: {file.name}")

@@ -93,7 +93,9 @@ def read_tp_plan(path: Path) -> dict[str, str]:
             f"--check-against: there is no file {path}.", hint=f"Or say {OWN} for the model's own."
         ) from None
     except ValueError:
-        raise PlanError(f"{path}: the tp_plan is not JSON.") from None
+        raise PlanError(
+            f"{path}: the tp_plan is not JSON.", hint='It is an object like {"model.layers.*.mlp.up_proj": "colwise"}.'
+        ) from None
     if not isinstance(data, dict) or not all(isinstance(v, str) for v in data.values()):
         raise PlanError(f"{path}: a tp_plan is one object of patterns and styles, both strings.")
     return data

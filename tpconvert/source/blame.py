@@ -40,8 +40,11 @@ def users_line(error: BaseException) -> traceback.FrameSummary | None:
 
 def told(error: BaseException) -> str:
     """The type and the first line of the text of an exception."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not lines:
+        return type(error).__name__
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # as of a list of what is wrong
+    return f"{type(error).__name__}: {said}"
 
 
 def _foreign(filename: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -112,6 +113,7 @@ def _on_meta(name: str, function: Function) -> tuple[nn.Module, Inputs, tuple[st
 
 
 def _called(name: str, function: Function, seed: int = 0) -> tuple[nn.Module, Inputs]:
+    _check_arguments(name, function)
     with blaming(f"{name} failed"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         result = function()
@@ -126,6 +128,20 @@ def _called(name: str, function: Function, seed: int = 0) -> tuple[nn.Module, In
         f"{name} returned {_told_type(result)}, not (module, inputs).",
         hint="Return a torch.nn.Module and its example inputs, a dict of keyword arguments or a tuple.",
     )
+
+
+def _check_arguments(name: str, function: Function) -> None:
+    """Raise for what cannot be called without arguments."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of C, which says nothing of itself
+        return
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if needed := [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]:
+        raise SourceError(
+            f"{name} takes arguments ({', '.join(needed)}), and a SOURCE is called without any.",
+            hint="Write a function that returns (module, inputs), and name that.",
+        )
 
 
 def _told_type(result: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from tpconvert.errors import CheckpointError, PlanError
@@ -171,6 +171,10 @@ def _read(data: Mapping[str, Any]) -> Manifest:
     for name, first in tied.items():
         if first not in tensors:
             raise CheckpointError(f"{name} is tied to {first}, which is not stored.")
+        if name in tensors:
+            raise CheckpointError(f"{name} is tied to {first}, and stored itself.")
+    if unknown := sorted(set(data) - {"format", *(f.name for f in fields(Manifest))}):
+        raise ValueError(f"the unknown key {unknown[0]!r}")
     return Manifest(
         tp=tp,
         tensors=tensors,

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -20,6 +21,19 @@ def fail(message: str, code: int) -> NoReturn:
     if os.environ.get(SPEAKS, "0") == "0":
         click.echo(f"error: {' '.join(message.split())}", err=True)
     sys.exit(code)
+
+
+class LocalPath(click.Path):
+    """A path of this machine, for what is not a folder that is read once or written once."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path."""
+        if isinstance(value, str) and "://" in value:
+            self.fail(f"{value} is a URL; here only a path of this machine will do.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class OneLine(click.Command):
@@ -52,6 +66,14 @@ class OneLine(click.Command):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is flushed when the process ends
             sys.exit(1)
         sys.exit(code if isinstance(code, int) else 0)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, but for what is empty, as a variable of a shell is that is not set."""
+        for before, arg in zip(["", *args], args, strict=False):
+            if arg == "" or (arg.startswith("-") and arg.endswith("=")):
+                what = arg.removesuffix("=") or (before if before.startswith("-") else "an argument")
+                raise click.UsageError(f"{what} is empty; is a variable of the shell not set?", ctx)
+        return super().parse_args(ctx, args)
 
 
 def _told(error: click.ClickException) -> str:

@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 
 import click
 
+from tpconvert.terminal.usage import LocalPath
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def run_options(function: F) -> F:
     """All of them, handed on as ``folder, config, overrides, output, resume, trust_remote_code``."""
-    path = click.Path(path_type=Path)
+    path = LocalPath()
     for option in (
         click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]..."),
         click.option("--trust-remote-code", is_flag=True, help="Run the code that came with the model."),

@@ -168,7 +168,7 @@ class Costs:
 
 def _applied(term: Term, node: fx.Node, weight: fx.Node) -> float:
     """How many rows a matrix is applied to at a contraction of ``term``."""
-    return term.n * math.prod(node.meta["shape"]) / math.prod(weight.meta["shape"])
+    return term.n * math.prod(node.meta["shape"]) / max(math.prod(weight.meta["shape"]), 1)
 
 
 def _of_values(ax: Axes) -> Iterator[tuple[Term, fx.Node]]:

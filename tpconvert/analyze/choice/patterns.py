@@ -57,7 +57,7 @@ def load_patterns(files: Sequence[Path] = ()) -> list[Pattern]:
             entries = tomllib.loads(path.read_text()).get("pattern", ())
         except OSError as error:
             raise RuleError(f"{path}: {error.strerror or error}.") from None
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise RuleError(f"{path} is not TOML: {error}.") from None
         out += [_pattern(path, e) for e in entries]
     return out

@@ -53,9 +53,11 @@ def read_rules(path: Path) -> dict[str, Rule]:
     try:
         data = tomllib.loads(path.read_text())
     except OSError as error:
-        raise RuleError(f"{path}: {error.strerror or error}.") from None
-    except tomllib.TOMLDecodeError as error:
+        raise RuleError(f"{path}: {error.strerror or error}.", hint="--rules takes a file in TOML.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RuleError(f"{path} is not TOML: {error}.") from None
+    if not data:
+        raise RuleError(f"{path}: holds no rules.", hint="Write [[op]], [[pointwise]], [[function]] or [[pattern]].")
     if unknown := set(data) - {"op", "pointwise", "function", "pattern"}:
         raise RuleError(
             f"{path}: unknown table {sorted(unknown)[0]!r}.",

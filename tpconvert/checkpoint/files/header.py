@@ -21,6 +21,8 @@ import torch
 
 from tpconvert.errors import CheckpointError
 
+AGAIN = "Copy or download it again."
+_LFS = b"version https://git-lfs"
 LONGEST_HEADER = 100_000_000
 """The limit of the safetensors format."""
 LARGEST = 1 << 60
@@ -154,13 +156,25 @@ def read_header(path: Path) -> Header:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, LONGEST_HEADER):
-                raise CheckpointError(f"{path}: not a safetensors file, or cut short ({size} bytes).")
+                raise _no_tensors(path, size)
             text = file.read(length).decode("utf-8")
     except UnicodeDecodeError:
-        raise CheckpointError(f"{path}: not a safetensors file: its header is not UTF-8.") from None
+        raise CheckpointError(f"{path}: not a safetensors file: its header is not UTF-8.", hint=AGAIN) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from None
-    return parse_header(text, size, str(path))
+    try:
+        return parse_header(text, size, str(path))
+    except CheckpointError as error:
+        raise CheckpointError(error.message, hint=error.hint or AGAIN) from None
+
+
+def _no_tensors(path: Path, size: int) -> CheckpointError:
+    """Of a file that does not begin as one of safetensors does."""
+    with path.open("rb") as file:
+        begin = file.read(len(_LFS))
+    if begin == _LFS:
+        return CheckpointError(f"{path}: only a pointer of Git LFS, not the file itself.", hint="Run: git lfs pull.")
+    return CheckpointError(f"{path}: not a safetensors file, or cut short ({size} bytes).", hint=AGAIN)
 
 
 def one_line(text: str) -> str:

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"(\d+)$")
 def not_a_folder(path: Path) -> CheckpointError:
     """Of a path at which no folder is."""
     if path.exists():
-        return CheckpointError(f"{path}: is a file, not a folder.", hint=_within(path.parent))
+        return CheckpointError(f"{path}: is a file, not a folder.", hint=_of_file(path))
     if path.with_name(f".{path.name}.partial").is_dir():
         return CheckpointError(
             f"{path}: half-written: the run that was to write it was stopped.", hint="Run the command again."
@@ -42,10 +42,14 @@ def no_manifest(folder: Path) -> CheckpointError:
     )
 
 
+def _of_file(path: Path) -> str:
+    inside = (path.parent / NAME).is_file() or path.parent.name.startswith("rank-")
+    whole = path.parent if (path.parent / NAME).is_file() else path.parent.parent
+    return f"Did you mean {whole}?" if inside else "Give the folder that tpconvert shard wrote."
+
+
 def _within(folder: Path) -> str:
-    """The sharded folder in or around which somebody is: the newest step of a run, or the one that there is."""
-    if (folder / NAME).is_file():
-        return f"Did you mean {folder}?"
+    """The sharded folder in a folder: the newest step of a run, or the one that there is."""
     found = [path.parent for path in folder.glob(f"*/{NAME}") if not path.parent.name.startswith(".")]
     steps = [path for path in found if path.name.startswith("step-") and _NUMBER.search(path.name)]
     if steps:

@@ -238,7 +238,8 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file.") from None
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        lines = [line for line in str(error).strip().splitlines() if not line.startswith("Weights only load failed")]
+        first = lines[0].strip() if lines else type(error).__name__
         raise CheckpointError(
             f"{path}: refused: it is damaged, or holds more than tensors ({first[:160]}).",
             hint="Save it as safetensors, or as a plain dict of tensors.",

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
-from tpconvert.checkpoint.files.header import LONGEST_HEADER, make_header, no_duplicates
+from tpconvert.checkpoint.files.header import AGAIN, LONGEST_HEADER, make_header, no_duplicates
 from tpconvert.checkpoint.files.tensorfile import Buffers, TensorFile, check_stamp, load_pickle, stamp
 from tpconvert.checkpoint.tensors.compose import Box, part_of
 from tpconvert.errors import CheckpointError
@@ -151,7 +151,7 @@ def open_store(path: Path) -> Store:
     store = Store({name: _open_file(inside(path, name)) for name in names}, root=path, stamps=stamps)
     for name, file in index.items():
         if store.where(name) != file:
-            raise CheckpointError(f"{path}: the index says that {file} holds {name}, which it does not.")
+            raise CheckpointError(f"{path}: the index says that {file} holds {name}, which it does not.", hint=AGAIN)
     return store
 
 
@@ -161,9 +161,11 @@ def inside(root: Path, name: str) -> Path:
     real, home = path.resolve(), root.resolve()
     allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(real.is_relative_to(folder) for folder in allowed):
-        raise CheckpointError(f"{root}: the file {name!r} is a link out of its folder: refused.")
+        raise CheckpointError(
+            f"{root}: the file {name!r} is a link out of its folder: refused.", hint="Put the file itself there."
+        )
     if not real.is_file():
-        raise CheckpointError(f"{path}: no such file, though the checkpoint needs it.")
+        raise CheckpointError(f"{path}: no such file, though the checkpoint needs it.", hint=AGAIN)
     return path
 
 
@@ -202,7 +204,9 @@ def read_index(path: Path) -> dict[str, str]:
         weight_map = json.loads(path.read_text("utf-8"), object_pairs_hook=no_duplicates)["weight_map"]
         entries = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{path}: not an index of weights ({type(error).__name__}: {error}).") from None
+        raise CheckpointError(
+            f"{path}: not an index of weights ({type(error).__name__}: {error}).", hint=AGAIN
+        ) from None
     for file in set(entries.values()):
         safe_path(file, str(path))
     return entries

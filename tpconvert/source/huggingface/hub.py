@@ -28,6 +28,8 @@ _FORMS = (
 
 _OF_TRAINING = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*", "scaler.*")
 
+SOURCES = "SOURCE is a Hugging Face id, a folder with a config.json, or file.py:function."
+
 _DISK = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS])
 
 
@@ -73,6 +75,9 @@ def find_home(name: str, revision: str | None) -> Home:
         if revision:
             raise SourceError(f"--revision is for ids on the Hugging Face hub; {name} is a URL.")
         return replace(find_home(str(fetch_folder(name)), None), name=name)
+    if path.is_file():
+        hint = f"Name a function in it: {name}:FUNCTION." if path.suffix == ".py" else SOURCES
+        raise SourceError(f"{name} is a file.", hint=hint)
     if _is_path(name):
         raise SourceError(f"There is no {name}.", hint=_near_path(path))
     folder = _download(name, revision or "", _BESIDE, _OTHER_FORMS)
@@ -181,9 +186,7 @@ def _near_path(path: Path) -> str:
     parent = path.parent if path.parent.is_dir() else None
     names = [p.name for p in parent.iterdir()] if parent else []
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
-    if near:
-        return f"Did you mean {path.with_name(near[0])}?"
-    return "SOURCE is a Hugging Face id, a folder with a config.json, or file.py:function."
+    return f"Did you mean {path.with_name(near[0])}?" if near and near[0] != path.name else SOURCES
 
 
 def _other_hint(folder: Path) -> str:

@@ -116,11 +116,17 @@ def _config(home: Home, trust: bool) -> Any:
 
     remote = _remote(home)
     try:
-        return AutoConfig.from_pretrained(home.folder, trust_remote_code=bool(remote) and trust)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = AutoConfig.from_pretrained(home.folder, trust_remote_code=bool(remote) and trust)
+    except Exception as error:  # whatever a configuration raises of what it is given
         if remote and not trust:
             raise _untrusted(home, remote) from None
         raise SourceError(f"{home.name}: its config.json cannot be read: {told(error)}") from None
+    named = getattr(config, "architectures", None)
+    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise SourceError(
+            f"{home.name}: its config.json cannot be read: architectures is {named!r}, not a list of names."
+        )
+    return config
 
 
 def _own_class(home: Home, config: Any, trust: bool) -> Any:

@@ -64,7 +64,7 @@ def read_run(run: Path) -> dict[str, Curve]:
             if isinstance(line[key], int | float):
                 curves.setdefault(key, []).append((line["step"], line[key]))
     if not curves:
-        raise ConfigError(f"{path}: holds no steps.")
+        raise ConfigError(f"{path}: holds no steps.", hint="Name the output folder of a run that has logged some.")
     return curves
 
 
