@@ -202,3 +202,52 @@ def test_what_cannot_be_had_together_says_so(section: dict, message: str):
 def test_the_examples_are_configurations(path: Path):
     assert load_config(path).training.steps > 0
     jsonschema.validate(yaml.safe_load(path.read_text()), schema())
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is empty. Say where the text is, as in data: {path: corpus.txt}."),
+        ("# data: {path: x}", "is empty. Say where the text is"),
+        ("training: {}", "data is missing. Say where the text is, as in data: {path: corpus.txt}."),
+        ("x", "a mapping of sections is needed, but this is a text."),
+        ("data: {path: a}\ndata: {path: b}", "not YAML: the key data occurs twice (line 2, column 1)."),
+        ("data: {path: a}\ntraining: {lr: 1, lr: 2}", "the key lr occurs twice (line 2, column 19)."),
+        ("data: {path: a}\ntraining: {steps: 1:30}", "training.steps is '1:30', but it should be a valid integer"),
+        ("data: {path: a}\ntraining:", "training is null, but it should be a section of keys."),
+        ("a: b: c", "not YAML: mapping values are not allowed here (line 1, column 5)."),
+        ("data: {path: ''}", "data.path: an empty text; leave it out."),
+        ("data: {path: [a, '']}", "data.path: an empty text; leave it out."),
+        ("data: {path: a, loss: ''}", "data.loss: an empty text; leave it out."),
+        ("data: {path: a, labels: [x, y, x]}", "data: labels has 'x' twice."),
+        (
+            "data: {path: a, eval: {path: b, fraction: 0.1}}",
+            "data.eval: one of path, hub, dataset and fraction is needed, path and fraction given.",
+        ),
+        ("data: {path: a}\ncheckpoint: {keep_best: true}", "c.yaml: checkpoint.keep_best needs a held-out set"),
+    ],
+)
+def test_a_file_that_is_no_configuration_says_what_to_write(tmp_path: Path, text: str, told: str):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "c.yaml")
+    assert str(caught.value).startswith(f"{tmp_path}/c.yaml: ")
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("010", 10), ("1e3", 1000), ("1_000", 1000), ("0x10", 16), ("+7", 7), ("'12'", 12), ("10.0", 10)],
+)
+def test_numbers_are_read_as_people_write_them(tmp_path: Path, text: str, value: int):
+    (tmp_path / "c.yaml").write_text(
+        f"data: {{path: a}}\ntraining: {{steps: {text}, lr: 3e-4, min_lr: .0, eps: 1.e-8}}"
+    )
+    training = load_config(tmp_path / "c.yaml").training
+    assert (training.steps, training.lr, training.min_lr, training.eps) == (value, 3e-4, 0.0, 1e-8)
+
+
+def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file_alone(tmp_path: Path):
+    (tmp_path / "c.yaml").write_text("data: {path: a}")
+    with pytest.raises(ConfigError, match=r"c\.yaml and the command line: training\.lr is 'x'"):
+        load_config(tmp_path / "c.yaml", ["training.lr=x"])

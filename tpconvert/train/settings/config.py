@@ -27,8 +27,11 @@ from pydantic import Field, ValidationError, model_validator
 from tpconvert.errors import ConfigError
 from tpconvert.train.settings.data import Data
 from tpconvert.train.settings.foreign import meant
+from tpconvert.train.settings.read import Loader, read_yaml
 from tpconvert.train.settings.section import Section
 
+START = "Say where the text is, as in data: {path: corpus.txt}."
+"""The least that a configuration has."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -202,16 +205,10 @@ def schema() -> dict[str, Any]:
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a YAML file with ``section.key=value`` overrides applied."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}.") from None
-    data = {} if data is None else data
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a mapping of sections is needed, but this is a {type(data).__name__}.")
-    return make_config(apply_overrides(data, overrides), where=str(path))
+    data = apply_overrides(read_yaml(path), overrides)
+    if not data:
+        raise ConfigError(f"{path}: is empty.", hint=START)
+    return make_config(data, where=f"{path} and the command line" if overrides else str(path))
 
 
 def make_config(data: Mapping[str, Any], *, where: str = "config") -> Config:
@@ -232,7 +229,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
         if not equals or not sections:
             raise ConfigError(f"{item}: an override is written section.key=value.{_full_name(name, equals)}")
         try:
-            value = yaml.safe_load(text)
+            value = yaml.load(text, Loader)
         except yaml.YAMLError:
             value = text
         inner = out
@@ -289,14 +286,19 @@ def _explain(error: ValidationError) -> Iterator[str]:
             other = meant(path.rpartition(".")[2])
             yield f"{path} is not a key.{f' {other}' if other else _near(path, _candidates(path))}".removesuffix(".")
         elif item["type"] == "missing":
-            yield f"{path} is missing"
+            yield f"{path} is missing{f'. {START}' if path == 'data' else ''}".removesuffix(".")
         elif item["type"] == "value_error":
-            yield f"{path}: {item['msg'].removeprefix('Value error, ')}"
+            yield f"{path}: {item['msg'].removeprefix('Value error, ')}".removeprefix(": ")
         elif item["type"] == "model_type":
-            yield f"{path} is {item['input']!r}, but it should be a section of keys"
+            yield f"{path} is {_spelled(item['input'])}, but it should be a section of keys"
         else:
             text = item["msg"].removeprefix("Input ").replace("valid tuple", "list")
-            yield f"{path} is {item['input']!r}, but it {text}" if text != item["msg"] else f"{path}: {text}"
+            yield f"{path} is {_spelled(item['input'])}, but it {text}" if text != item["msg"] else f"{path}: {text}"
+
+
+def _spelled(value: Any) -> str:
+    """A value as YAML has it, but for texts, which have quotes to tell them from numbers."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 _NEAR = 0.6

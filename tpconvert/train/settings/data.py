@@ -69,8 +69,9 @@ class Evaluation(Section):
 
     @model_validator(mode="after")
     def _one(self) -> Evaluation:
-        if sum(map(bool, (self.path, self.hub, self.dataset, self.fraction))) != 1:
-            raise ValueError("one of path, hub, dataset and fraction is needed")
+        given = [name for name in ("path", "hub", "dataset", "fraction") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(f"one of path, hub, dataset and fraction is needed, {' and '.join(given) or 'none'} given")
         return self
 
 
@@ -144,6 +145,8 @@ class Data(Section):
         given = [name for name in ("path", "hub", "sources", "dataset") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"one of path, hub, sources and dataset is needed, {' and '.join(given) or 'none'} given")
+        if twice := [label for label in self.labels if self.labels.count(label) > 1]:
+            raise ValueError(f"labels has {twice[0]!r} twice")
         if self.pair is not None and self.objective != "classification":
             raise ValueError(f"pair is for objective classification, not {self.objective}; seq2seq has target")
         return self

@@ -15,8 +15,11 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """``true`` is no 1, though Python thinks so."""
-        kind = cls.model_fields[str(info.field_name)].annotation
+        """``true`` is no 1, though Python thinks so, and an empty text no name: as a path it would be any folder."""
+        field = cls.model_fields[str(info.field_name)]
+        kind = field.annotation
+        if "" in (value if isinstance(value, list | tuple) else (value,)) and field.default != "":
+            raise ValueError("an empty text; leave it out")
         if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
             raise ValueError(f"{str(value).lower()} is no number")
         return value
