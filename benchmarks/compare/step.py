@@ -62,9 +62,9 @@ def group(case: Case, rank: int, device: torch.device, store: Path | None) -> It
         method = f"file://{store}" if store else "env://"  # torchrun says where
         dist.init_process_group(backend, init_method=method, rank=rank, world_size=case.tp)
     else:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from benchmarks.compare.alone import join_alone
 
-        dist.init_process_group("fake", rank=0, world_size=case.tp, store=FakeStore())
+        join_alone(case.tp, device)
     yield
 
 
