@@ -85,11 +85,10 @@ def measured(case: Case, plan: str, device: torch.device, toy: bool) -> dict[str
 
 def say(rows: list[dict[str, Any]], real: bool) -> None:
     """The table."""
-    wholes = {tables.size_key(r): r for r in rows if r["way"] == "whole"}
     print(
         f"torch {torch.__version__}, transformers {transformers.__version__}, {'real ranks' if real else 'fake group'}"
     )
-    print(rows[0]["size"], *tables.steps(rows, wholes), sep="\n")
+    print(rows[0]["size"], *tables.steps(rows, tables.wholes_of(rows)), sep="\n")
 
 
 def arguments() -> argparse.Namespace:

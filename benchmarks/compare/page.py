@@ -20,14 +20,15 @@ told in [performance.md](performance.md).
 A Llama is of width 4096, ffn 14336, 32 heads on 8 key heads, 32000 words; bfloat16, forward and backward of one
 sequence, AdamW only where it says so, gradients given up after each step. Times are the median of 20 steps after 6,
 memory the most that torch held. *ideal / ms* is the time of the whole model on one GPU over tp times this one, both
-eager or both compiled: 1 is perfect. *exposed* is the time in which only collectives ran (kernels of NCCL, copies from
-GPU to GPU, waits for the other GPU), *idle* that in which nothing ran, both of rank 0 under torch.profiler. Two GPUs
-copy what is 64 MiB or more into each other's memory, which are the *exchanges*, or all with *collectives=copies*, or
-nothing with *collectives=nccl*. All ways start from the same weights, so the loss and the gradient norm of the first
-step must agree to the rounding of bfloat16; Megatron-Core draws its own. FSDP runs one micro-batch on each rank, so it
-counts twice the tokens. *compiled* is layer by layer, with the last norm and the loss. *graphed* is forward and
-backward recorded as one CUDA graph (`tpconvert.GraphedStep`), beside the whole model recorded so; the memory of these
-is the most since their beginning. Memory that GPUs copy into is not counted: twice the largest exchange.
+eager or both compiled and of the same call (of tp=1 where a call has none): 1 is perfect. *exposed* is the time in
+which only collectives ran (kernels of NCCL, copies from GPU to GPU, waits for the other GPU), *idle* that in which
+nothing ran, both of rank 0 under torch.profiler. Two GPUs copy what is 64 MiB or more into each other's memory,
+which are the *exchanges*, or all with *collectives=copies*, or nothing with *collectives=nccl*. All ways start from
+the same weights, so the loss and the gradient norm of the first step must agree to the rounding of bfloat16;
+Megatron-Core draws its own. FSDP runs one micro-batch on each rank, so it counts twice the tokens. *compiled* is
+layer by layer, with the last norm and the loss. *graphed* is forward and backward recorded as one CUDA graph
+(`tpconvert.GraphedStep`), beside the whole model recorded so; the memory of these is the most since their beginning.
+Memory that GPUs copy into is not counted: twice the largest exchange.
 
 *Rank 0 alone* is a group in which nobody else is: the compute and the launches of a rank, without the network.
 """
@@ -50,7 +51,7 @@ def write(results: Sequence[Path], out: Path) -> None:
     if len(calls) > 1:
         for number, about in enumerate(calls):
             about["gives"] = _parts([rows[0] for job, rows in found.items() if call_of[job] == number])
-    rows = [row for rows in found.values() for row in rows]
+    rows = [row | {"call": call_of[job]} for job, rows in found.items() for row in rows]
     several = "In these calls, of which the later counts where two measured the same:"
     said = several if len(calls) > 1 else "In this call:"
     out.write_text(f"{HEAD}\n{said}\n\n{tables.markdown(rows, calls)}", encoding="utf-8")

@@ -40,7 +40,7 @@ def markdown(rows: Sequence[Row], calls: Sequence[Row]) -> str:
         ("others", "Other models, rank 0 alone"),
     ):
         mine = [r for r in rows if r["part"] == part and "ms" in r]
-        wholes = {(size_key(r), graphed(r)): r for r in rows if r.get("way") == "whole" and "ms" in r}
+        wholes = wholes_of(rows)
         for size in dict.fromkeys(r["size"] for r in mine):
             out += ["", f"## {title}: {size}", "", *steps([r for r in mine if r["size"] == size], wholes)]
     out += section(
@@ -75,13 +75,25 @@ def markdown(rows: Sequence[Row], calls: Sequence[Row]) -> str:
                 "",
                 f"## {row['part'].capitalize()}",
                 "",
-                *(f"- {k}: {told(v)}" for k, v in row.items() if k not in ("part", "job")),
+                *(f"- {k}: {told(v)}" for k, v in row.items() if k not in ("part", "job", "call")),
             ]
     out += growth(rows)
     failed = [r for r in rows if "error" in r]
     if failed:
         out += ["", "## Not measured", "", *(f"- {r.get('job', r.get('name'))}: {r['error']}" for r in failed)]
     return "\n".join(out) + "\n"
+
+
+def wholes_of(rows: Sequence[Row]) -> dict[tuple[Any, ...], Row]:
+    """The whole models that cases are measured against, those of their own call: GPUs differ from call to call.
+
+    Where a call has none, what is converted for tp=1 is one.
+    """
+    found = {}
+    for way in ("converted", "whole"):
+        alike = (r for r in rows if r.get("way") == way and "ms" in r and r["tp"] == 1 and not r["sequence_parallel"])
+        found |= {(*size_key(r), graphed(r)): r for r in alike}
+    return found
 
 
 def steps(rows: Iterable[Row], wholes: dict[tuple[Any, ...], Row]) -> list[str]:
@@ -103,8 +115,10 @@ def steps(rows: Iterable[Row], wholes: dict[tuple[Any, ...], Row]) -> list[str]:
     for r in sorted(
         rows, key=lambda r: (r["way"] != "whole", r["tp"], r["way"] != "converted", r["compiled"], r["name"])
     ):
-        whole = wholes.get((size_key(r), graphed(r))) or wholes.get((size_key(r), False))
-        ratio = whole["ms"] / r["tp"] / r["ms"] if whole and r["way"] not in ("whole", "fsdp") else None
+        whole = wholes.get((*size_key(r), graphed(r))) or wholes.get((*size_key(r), False))
+        ratio = (
+            whole["ms"] / r["tp"] / r["ms"] if whole not in (None, r) and r["way"] not in ("whole", "fsdp") else None
+        )
         calls = r.get("nccl_kernels") or r.get("collectives") or {}
         lines.append(
             cells(
@@ -127,7 +141,7 @@ def steps(rows: Iterable[Row], wholes: dict[tuple[Any, ...], Row]) -> list[str]:
 
 def size_key(row: Row) -> tuple[Any, ...]:
     """What a case shares with the whole model it is measured against."""
-    return row["model"], row["layers"], row["width"], row["tokens"], row["compiled"], row["optimizer"]
+    return row.get("call"), *(row[k] for k in ("model", "layers", "width", "tokens", "compiled", "optimizer"))
 
 
 def graphed(row: Row) -> bool:

@@ -110,6 +110,26 @@ def test_a_page_keeps_the_latest_figure_and_no_failure_beside_one(tmp_path):
     assert "- gb: 1" in text and "no time left" not in text
 
 
+def test_a_rank_is_measured_against_the_whole_model_of_its_own_call(tmp_path):
+    about = {"command": "c", "seconds": 1, "torch": "2", "transformers": "5", "gpus": 1, "toy": False}
+    whole, one, two = Case("whole"), Case("converted"), Case("converted", tp=2)
+    files = []
+    for name, times in {"a": {whole: 80.0, two: 50.0}, "b": {one: 90.0, two: 60.0}, "c": {two: 40.0}}.items():
+        figures = {"tokens_per_s": 1.0, "peak_gib": 1.0, "part": "alone"}
+        rows = [case.to_json() | figures | {"ms": ms, "job": f"{name} {case.name}"} for case, ms in times.items()]
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps({"about": about, "rows": rows}))
+    write(files, tmp_path / "page.md")
+    lines = [line.split("|") for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("| conv")]
+    ratios = {(cells[1].strip(), cells[2].strip()): cells[5].strip() for cells in lines}
+    assert ratios == {
+        ("converted tp=1, eager", "90.0"): "",
+        ("converted tp=2, eager", "50.0"): "0.80",
+        ("converted tp=2, eager", "60.0"): "0.75",
+        ("converted tp=2, eager", "40.0"): "",
+    }
+
+
 def test_growth_is_along_one_number_at_a_time():
     rows = [
         {"part": "costs", "layers": n, "tokens": t, "width": 1, "tp": 2, "ms": 10.0 * n + 5, "peak_gib": 1 + n / 2}
