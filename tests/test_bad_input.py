@@ -1,5 +1,6 @@
 """What a newcomer may hand to a command by mistake, each one line with the way out and nothing written."""
 
+import errno
 import json
 import shutil
 
@@ -31,7 +32,8 @@ def config(copy, **values):
     ],
 )
 def test_an_empty_argument_is_told_and_not_taken_for_none(arguments, what):
-    assert fails(*arguments).startswith(f"{what} is empty; is a variable of the shell not set? See main ")
+    told = f"{what} is empty; is a variable of the shell not set? See main {arguments[0]} --help."
+    assert fails(*arguments) == told
 
 
 @pytest.mark.parametrize(
@@ -123,4 +125,17 @@ def test_a_manifest_that_would_lose_tensors_is_refused(sharded, tmp_path, change
     change(data)
     (copy / "manifest.json").write_text(json.dumps(data))
     assert fails("merge", copy, "-o", tmp_path / "out").startswith(f"{copy}/manifest.json: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_new_weights_that_find_no_room_say_where_they_need_it(llama, tmp_path, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    def full(self, *_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full)
+    line = fails("shard", llama, "--tp", 2, "--init", "-o", tmp_path / "out")
+    assert line.startswith(f"{llama}: new weights cannot be put into ")
+    assert line.endswith("Set TMPDIR to a folder with room for twice the model.")
     assert not (tmp_path / "out").exists()

@@ -325,10 +325,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(sharded, tmp_path, monkeypat
 )
 def test_a_disk_that_refuses_a_plan_is_one_line(llama, tmp_path, monkeypatch, number, told):
     def refuse(self, *_):
-        raise OSError(number, "refused", "plan.json")
+        raise OSError(number, "refused", ".plan.json.partial")
 
     monkeypatch.setattr(type(tmp_path), "replace", refuse)
-    assert fails("plan", llama, "--tp", 2, "-o", tmp_path / "plan.json") == f"plan.json: {told}"
+    assert fails("plan", llama, "--tp", 2, "-o", tmp_path / "plan.json") == f"{tmp_path}/plan.json: {told}"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -321,8 +321,8 @@ def train(folder: Path, config: Path, overrides: tuple[str, ...], nproc_per_node
 
 
 @main.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
-@click.option("-o", "--out", default="curves.png", show_default=True, metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=LocalPath())
+@click.option("-o", "--out", default="curves.png", show_default=True, metavar="FILE", type=LocalPath())
 @force_option
 def plot(runs: tuple[Path, ...], out: Path, force: bool) -> None:
     """Draw the curves of training runs: loss, gradient norm, learning rate, speed."""

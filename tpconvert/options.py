@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -206,8 +207,11 @@ def write_text(path: Path, text: str) -> None:
         if path.parent.is_dir():
             raise PlanError(f"{path}: cannot be written there.", hint="Choose another output.") from None
         raise PlanError(f"{path}: there is no folder {path.parent}.") from None
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # not the name that nobody gave
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def say_notes(opened: Source) -> None:

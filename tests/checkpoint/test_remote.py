@@ -1,5 +1,7 @@
 """Folders at URLs: fetched once, sent when complete, and what says that one is whole comes last."""
 
+import errno
+
 import fsspec
 import pytest
 from click.testing import CliRunner
@@ -142,3 +144,18 @@ def test_a_plan_and_a_run_are_of_this_machine(store, llama):
     for args in (["plan", llama, "--tp", "2", "-o", "memory://p"], ["train", "memory://cut", "--config", "c.yaml"]):
         result = run(*args)
         assert result.exit_code == 2 and "is a URL; here only a path of this machine will do" in result.stderr
+
+
+def test_what_a_full_store_took_of_a_folder_is_removed_again(store, sharded, monkeypatch):
+    real, left = type(store).put_file, [2]
+
+    def full(self, *args, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device", "x")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(type(store), "put_file", full)
+    result = run("merge", sharded, "-o", "memory://whole")
+    assert result.exit_code == 2 and result.stderr == "error: memory://whole: No space left on device.\n"
+    assert store.find("/whole") == []

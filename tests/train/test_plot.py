@@ -1,3 +1,4 @@
+import errno
 import json
 import sys
 from pathlib import Path
@@ -73,3 +74,16 @@ def test_without_matplotlib_it_says_what_to_install(runs, tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"matplotlib, which is missing\. pip install 'tpconvert\[plot\]'"):
         plot(runs, tmp_path / "c.png")
+
+
+def test_a_disk_that_is_full_leaves_no_half_of_a_picture(tmp_path: Path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
+
+    def full(self, path, **_):
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    with pytest.raises(ConfigError, match=r"c\.png: cannot be written: No space left on device\. Choose another"):
+        plot([tmp_path], tmp_path / "c.png")
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]

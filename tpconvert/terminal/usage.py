@@ -69,7 +69,8 @@ class OneLine(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click does, but for what is empty, as a variable of a shell is that is not set."""
-        for before, arg in zip(["", *args], args, strict=False):
+        mine = () if isinstance(self, click.Group) else args  # a group has its command's too
+        for before, arg in zip(["", *mine], mine, strict=False):
             if arg == "" or (arg.startswith("-") and arg.endswith("=")):
                 what = arg.removesuffix("=") or (before if before.startswith("-") else "an argument")
                 raise click.UsageError(f"{what} is empty; is a variable of the shell not set?", ctx)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -71,10 +71,18 @@ def _send(local: Path, system: Any, root: str) -> None:
     old = _files(system, root)
     for name in sorted(old, key=lambda name: name not in _LAST):  # what says that the old one is whole goes first
         system.rm_file(old[name]["name"])
-    for name in (*(name for name in names if name not in last), *last):
-        target = f"{root}/{name}"
-        system.makedirs(target.rpartition("/")[0], exist_ok=True)
-        system.put_file(str(local / name), target)
+    put: list[str] = []
+    try:
+        for name in (*(name for name in names if name not in last), *last):
+            target = f"{root}/{name}"
+            system.makedirs(target.rpartition("/")[0], exist_ok=True)
+            put.append(target)
+            system.put_file(str(local / name), target)
+    except BaseException:  # an interrupt too
+        for target in put:
+            with suppress(Exception):  # of the last one there may be nothing
+                system.rm_file(target)
+        raise
 
 
 def _check_target(url: str, held: Mapping[str, Any], force: bool) -> None:
@@ -130,5 +138,6 @@ def _told(url: str) -> Iterator[None]:
     except TPConvertError:
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{url}: {first}") from None
+        said = getattr(error, "strerror", None) or str(error)
+        first = (said.strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{url}: {first.removesuffix('.')}.") from None

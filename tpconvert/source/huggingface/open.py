@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shutil import copytree, ignore_patterns
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from tpconvert.errors import SourceError
@@ -205,11 +206,18 @@ def _initial(home: Home, module: nn.Module, make: Any, config: Any, seed: int) -
 
     _check_whole(home)
     folder = TemporaryDirectory(prefix="tpconvert-")
-    copytree(home.folder, folder.name, dirs_exist_ok=True, ignore=ignore_patterns(*_WEIGHTS))
-    with quiet():
-        with on_files():
-            drawn = _built(home, partial(make, seed=seed), config)
-        drawn.save_pretrained(folder.name, max_shard_size="2GB")
+    try:
+        copytree(home.folder, folder.name, dirs_exist_ok=True, ignore=ignore_patterns(*_WEIGHTS))
+        with quiet():
+            with on_files():
+                drawn = _built(home, partial(make, seed=seed), config)
+            drawn.save_pretrained(folder.name, max_shard_size="2GB")
+    except (OSError, SafetensorError) as error:
+        folder.cleanup()
+        raise SourceError(
+            f"{home.name}: new weights cannot be put into {gettempdir()}: {told(error)}.",
+            hint="Set TMPDIR to a folder with room for twice the model.",
+        ) from None
     weights = hf_weights(Path(folder.name), module)
     weights.source |= {"name": home.name, "seed": seed}
     weakref.finalize(weights, folder.cleanup)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,10 +44,17 @@ def plot(runs: Sequence[Path], out: Path) -> list[str]:
         axes.grid(alpha=0.3)
         if len(held) > 1 and place == 1:
             axes.legend(fontsize=8)
+    partial = out.with_name(f".partial.{out.name}")
     try:
-        figure.savefig(out, dpi=120)
+        figure.savefig(partial, dpi=120, format=None if out.suffix else "png")
+        partial.replace(out)
     except (OSError, ValueError) as error:  # ValueError: an ending that names no kind of picture
-        raise ConfigError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+        raise ConfigError(
+            f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}.", hint="Choose another --out."
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
     return drawn
 
 
