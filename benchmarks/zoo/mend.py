@@ -214,9 +214,9 @@ def divisible(config: Any) -> None:
         own = any(_count(part, n) for n in ("head_dim", "d_kv", "kv_channels", "attention_head_dim"))
         total, many = _count(part, width), _count(part, heads)
         if not own and total % (ROTARY * many):
-            # A rotary embedding of two dims takes the width of a head in quarters.
+            # A rotary embedding of two dims takes the width of a head in quarters; one head could not be cut.
             fit = [n for n in range(min(many, total), 0, -1) if total % n == 0]
-            _set(part, heads, next((n for n in fit if total // n % ROTARY == 0), fit[0]))
+            _set(part, heads, next((n for n in fit if n > 1 and total // n % ROTARY == 0), fit[0]))
         few = _count(part, "num_key_value_heads")
         if few and _count(part, heads) % few:
             _set(part, "num_key_value_heads", next(n for n in range(few, 0, -1) if _count(part, heads) % n == 0))

@@ -149,6 +149,9 @@ def test_heads_are_made_to_divide_the_width():
     config.vision_config.num_attention_heads = 7
     divisible(config)
     assert config.vision_config.num_attention_heads == 6
+    config.vision_config.hidden_size, config.vision_config.num_attention_heads = 12, 2
+    divisible(config)
+    assert config.vision_config.num_attention_heads == 2  # one of 12 would be of quarters, and could not be cut
 
 
 def test_a_tower_gets_the_width_of_the_words():

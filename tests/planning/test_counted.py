@@ -85,13 +85,35 @@ class Lengthened(nn.Module):
         return self.down(self.up(rows).tanh()).sum(1)
 
 
+class Placed(nn.Module):
+    """The same, with as many places of a long table, which no part of it is worth a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(MODEL, HIDDEN), nn.Linear(HIDDEN, 1)
+        self.up, self.down = nn.Linear(MODEL, HIDDEN), nn.Linear(HIDDEN, MODEL)
+        self.place, self.drop = nn.Linear(MODEL, HIDDEN), nn.Dropout(0.0)
+        self.register_buffer("table", torch.randn(5000, MODEL))
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = (self.out(self.into(x).tanh())[..., 0] * 4).abs().ceil().long()
+        rows = torch.zeros((len(x), times.sum(1).max(), MODEL), dtype=x.dtype)
+        for i, (row, n) in enumerate(zip(x, times, strict=True)):
+            repeated = row.repeat_interleave(n, dim=0)
+            rows[i, : len(repeated)] = repeated
+        middle = len(self.table) // 2  # type: ignore[arg-type]
+        places = self.drop(self.table[middle : middle + rows.shape[1]])  # type: ignore[index]
+        return self.down((self.up(rows) + self.place(places)).tanh()).sum(1)
+
+
 def built(net: type[nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     return net().double(), {"x": torch.randn(2, 9, MODEL, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize("net", [Experts, Found, Lengthened])
+@pytest.mark.parametrize("net", [Experts, Found, Lengthened, Placed])
 def test_numbers_counted_by_values_may_be_others_in_a_dry_run(net: type[nn.Module], pool: Pool) -> None:
     plan = make_plan(*built(net), tp=2)
     assert plan["up.weight"].layout.cut and plan["down.weight"].layout.cut
+    assert net is not Placed or plan["place.weight"].layout.dim == 0  # with the rest, not along the table
     assert pool.run(difference, 2, __name__, plan.dumps(), net)[0] is None

@@ -41,8 +41,21 @@ def is_written(node: fx.Node) -> bool:
 
 def _is_sized(node: fx.Node) -> bool:
     """Whether an op is given a size of a tensor, which is another one for other inputs."""
-    leaves = torch.utils._pytree.tree_leaves((node.args, dict(node.kwargs)))
-    return any(isinstance(n, Int) and dims_read(n.expression) for n in leaves)
+    return bool(_sizes_read(node))
+
+
+def _sizes_read(node: fx.Node) -> set[fx.Node]:
+    """The tensors whose sizes an op is given, as they are or in a formula."""
+    leaves = torch.utils._pytree.tree_leaves(_without_slices((node.args, dict(node.kwargs))))
+    return {t for n in leaves if isinstance(n, Int) for t, _ in dims_read(n.expression)}
+
+
+def _without_slices(tree: Any) -> Any:
+    if isinstance(tree, slice):
+        return tree.start, tree.stop, tree.step
+    if isinstance(tree, tuple | list):
+        return [_without_slices(t) for t in tree]
+    return {k: _without_slices(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
 
 
 def holds_tensor(tree: Any) -> bool:
@@ -59,5 +72,6 @@ def shaped_by_values(node: fx.Node, inplace: bool, known: Set[fx.Node]) -> bool:
         return True
     if op.removeprefix("new_") in SIZED and any(holds_tensor(a) for a in node.args[op.startswith("new_") :]):
         return True
-    shaping = node.args[:1] if inplace or op in WRITES else node.all_input_nodes
-    return any(n in known for n in shaping)
+    if inplace or op in WRITES:
+        return any(n in known for n in node.args[:1])
+    return bool(known) and not known.isdisjoint({*node.all_input_nodes, *_sizes_read(node)})

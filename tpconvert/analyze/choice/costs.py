@@ -93,8 +93,10 @@ class Costs:
         return sum(self.cut(atom, name, dim) for node, name, dim in carriers if node in tables - self.times.keys())
 
     def cut(self, atom: Term, name: str, dim: int) -> float:
-        """The parameters of one tensor that an axis cuts."""
+        """The parameters of one tensor that an axis cuts; none of a table of numbers that no product is made with."""
         node = self.ax.trace.parameters[name]
+        if node not in self.times and not node.meta["grad"] and node.meta["val"].is_floating_point():
+            return 0.0
         cut = math.prod(node.meta["shape"]) * fraction(self.ax.of(node)[dim], {atom})
         return cut * max(1.0, self.times.get(node, 1.0))
 
