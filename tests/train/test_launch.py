@@ -132,9 +132,31 @@ def test_a_signal_before_training_began_is_no_success(tmp_path: Path, number: in
     process.send_signal(number)
     out, error = process.communicate(timeout=60)
     os.close(end)
-    told = "error: told to stop before training began; nothing is saved.\n"
+    told = "error: told to stop before the first step; nothing is saved.\n"
     assert (process.returncode, out, error) == (128 + number, "", told)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_while_the_data_are_read_is_no_success(tmp_path: Path):
+    """Ranks that have begun save after the step at hand, and there is none yet."""
+    (tmp_path / "own.py").write_text(
+        "import time, pathlib, torch\n"
+        "def examples():\n"
+        f"    pathlib.Path({str(tmp_path / 'reads')!r}).touch()\n"
+        "    time.sleep(3)\n"
+        "    return [{'ids': torch.tensor([i, 2, 3]), 'labels': torch.tensor([i, 2, 3])} for i in range(8)]\n"
+    )
+    file = config_file(tmp_path)
+    data = yaml.safe_load(file.read_text()) | {"data": {"dataset": f"{tmp_path}/own.py:examples"}}
+    file.write_text(yaml.safe_dump(data))
+    process, until = start(2, make_folder(tmp_path / "model", 2), "--config", file, "--output", tmp_path / "run"), 0
+    while not (tmp_path / "reads").exists():
+        assert (until := until + 1) < 600 and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "error: told to stop before the first step; nothing is saved.\n")
+    assert state.complete_steps(tmp_path / "run") == []
 
 
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path):

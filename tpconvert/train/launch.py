@@ -117,7 +117,7 @@ def _run(
 
     from tpconvert.parallel import make_mesh
     from tpconvert.train.loop import train
-    from tpconvert.train.saving.state import begin_in
+    from tpconvert.train.saving.state import begin_in, complete_steps
     from tpconvert.train.together.ranks import gathered, together
 
     store, (rank, world, parent) = place
@@ -136,6 +136,8 @@ def _run(
             stopped=watch.signalled,
         )  # fmt: skip
         check_launchers(gathered(mesh, watch.orphan))  # which waits for all
+        if rank == 0 and BEGUN in os.environ and not complete_steps(output):
+            Path(os.environ[BEGUN]).unlink(missing_ok=True)  # told to stop before the first step
     except TPConvertError as error:
         watch.fail(f"error: {error}", error.exit_code)
     except Exception as error:
@@ -230,7 +232,7 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
             return max(codes) if max(codes) > 0 else 1
         except SignalException as signal:
             if not begun.is_file():
-                print("error: told to stop before training began; nothing is saved.", file=sys.stderr, flush=True)
+                print("error: told to stop before the first step; nothing is saved.", file=sys.stderr, flush=True)
                 return 128 + signal.sigval
             # else the ranks were told too, and have saved
         finally:
