@@ -70,9 +70,11 @@ def test_a_run_prints_its_configuration_and_its_steps_and_leaves_a_checkpoint(tm
     ],
 )
 def test_a_mistake_of_the_user_is_one_line_from_all_ranks(tmp_path: Path, arguments: list[str], message: str):
-    code, _, error = launched(2, make_folder(tmp_path / "model", 2), "--config", config_file(tmp_path), *arguments)
+    folder, output = make_folder(tmp_path / "model", 2), tmp_path / "run"
+    code, _, error = launched(2, folder, "--config", config_file(tmp_path), "--output", output, *arguments)
     assert code == 2
     assert error.startswith(message) and error.count("\n") == 1
+    assert not output.exists() or [p.name for p in output.iterdir()] == ["data"], "whole tokens, or nothing"
 
 
 def test_a_world_that_tp_does_not_divide_is_one_line(tmp_path: Path):

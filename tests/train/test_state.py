@@ -265,3 +265,15 @@ def test_a_run_clears_its_folder_of_what_one_that_failed_left(tmp_path: Path, ag
         (tmp_path / name).write_text("x")
     state.begin_in(tmp_path, again)
     assert {p.name for p in tmp_path.iterdir()} == {"step-4", "notes.txt"} | (told if again else set())
+
+
+def test_what_is_no_step_to_resume_from_says_what_would_be(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"atuo: there is no complete step .* Give auto, none, or a folder step-N\."):
+        state.find_start(tmp_path, tmp_path, "atuo")
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3/trainer.json").write_text("x")
+    with pytest.raises(CheckpointError, match=r"step-3/trainer.json: cannot be read .* Remove .*step-3 and --resume"):
+        state.read_progress(tmp_path / "step-3", "auto")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file: is a file, not a folder\. Choose another --output\."):
+        state.check_output(tmp_path / "file")

@@ -72,7 +72,7 @@ def test_empty_data_is_an_error_and_leaves_nothing_behind(tmp_path: Path):
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(ConfigError, match="there is no text in"):
         tokens_of(tmp_path, path=str(tmp_path / "a.txt"))
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path: Path):
@@ -389,3 +389,15 @@ def test_what_a_killed_run_left_half_made_is_removed_and_what_somebody_makes_is_
     made = tokenize(Data(path=str(tmp_path / "a.txt")), ByteTokenizer(), tmp_path / "cache")
     os.close(owner)
     assert {p.name for p in (tmp_path / "cache").iterdir()} == {".making-held", ".making-new", made.name}
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch):
+    (tmp_path / "a.txt").write_text("ab")
+
+    def full(*_, **__):
+        raise OSError("3 requested and 0 written")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(ConfigError, match=r"cache: the tokens cannot be stored there \(3 requested and 0 written\)"):
+        tokens_of(tmp_path, path=str(tmp_path / "a.txt"))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -121,7 +122,7 @@ def _run(
     from tpconvert.train.together.ranks import gathered, together
 
     store, (rank, world, parent) = place
-    watch = Watch(store.clone(), rank, world, parent)
+    watch, new = Watch(store.clone(), rank, world, parent), rank == 0 and not output.exists()
     try:
         device = _device(torch)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -139,6 +140,9 @@ def _run(
         if rank == 0 and BEGUN in os.environ and not complete_steps(output):
             Path(os.environ[BEGUN]).unlink(missing_ok=True)  # told to stop before the first step
     except TPConvertError as error:
+        if new:
+            with contextlib.suppress(OSError):  # unless there is something in it
+                output.rmdir()
         watch.fail(f"error: {error}", error.exit_code)
     except Exception as error:
         watch.fail(_told(error, rank, output), 1, peer=isinstance(error, RuntimeError))

@@ -109,9 +109,18 @@ def tokenize(
         except OSError:  # another run made it in the meantime
             if not out.exists():
                 raise
+    except OSError as error:
+        if error.filename is not None:  # of a file of the user's
+            raise
+        raise ConfigError(
+            f"{cache}: the tokens cannot be stored there ({error.strerror or error}).",
+            hint="Make room, or set data.cache.",
+        ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
         os.close(lock)
+        with contextlib.suppress(OSError):  # others are there
+            cache.rmdir()
     return out
 
 

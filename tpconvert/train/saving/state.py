@@ -102,7 +102,7 @@ def find_start(folder: Path, output: Path, resume: str) -> Path:
         within = complete_steps(path)
         raise ConfigError(
             f"{path}: there is no complete step of a training run to resume from.",
-            hint=f"Did you mean {within[-1]}?" if within else "",
+            hint=f"Did you mean {within[-1]}?" if within else "Give auto, none, or a folder step-N.",
         )
     steps = complete_steps(output)
     if steps and _STEP.search(path.name) and number_of(steps[-1]) > number_of(path):
@@ -139,6 +139,8 @@ def clear(output: Path, *, again: bool) -> None:
 
 def check_output(output: Path) -> None:
     """Raise unless steps can be written there: the time to say so is before the first step."""
+    if output.is_file():
+        raise ConfigError(f"{output}: is a file, not a folder.", hint="Choose another --output.")
     try:
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output):
@@ -209,7 +211,10 @@ def read_progress(folder: Path, resume: str) -> Progress:
             raise ValueError("updates that are no numbers")
         return Progress(data["step"], position, updates, scale, best)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
+        raise CheckpointError(
+            f"{path}: cannot be read ({type(error).__name__}: {error}).",
+            hint=f"Remove {folder} and --resume the step before it, or begin anew in another --output.",
+        ) from None
 
 
 def changes(start: Path, config: Config, dp: int) -> str:
