@@ -56,7 +56,7 @@ SIDES = (128, 64)
 """Sides that images are cropped to, where they still are too many numbers."""
 SMALLER = (4, 16)
 """What the sides of images are divided by, once more, where a model that runs is not light."""
-SHORT, SHORTENED = 3, 3
+SHORT, SHORTENED = 5, 3
 """Below which inputs are not made shorter, and how often they are."""
 TWIN_SECONDS, SMALL_SECONDS = 8, 24
 """How long a twin may take, and all other attempts with one class; no other class is begun after that much."""
