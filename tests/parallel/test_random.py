@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.same import columns, plan_of, rows
-from tpconvert.parallel import dry_mesh, parallelize
+from tpconvert.parallel import compile_layers, dry_mesh, parallelize
 from tpconvert.parallel.comm.random import Streams, Tape, add_switches, meshes_of, seed_ranks
+from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Boundary, Plan, Rewrite, Switch
 
 
@@ -225,3 +227,28 @@ def test_meshes_are_found_where_forwards_draw_cut_numbers():
     assert meshes_of(root) == []
     add_switches(root[1], [Switch("", "input", True), Switch("", "output", False)], mesh)
     assert meshes_of(nn.Sequential(root, nn.Linear(2, 2))) == [mesh]
+
+
+def told_of_equal_draws(mesh, plan, dropout):
+    """What compiling says of a GPT-2 whose attention drops entries, or none."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=64, n_embd=32, n_head=4, n_layer=2, n_positions=16, attn_pdrop=dropout)
+    model = parallelize(GPT2LMHeadModel(config), Plan.loads(plan(config)), mesh)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compile_layers(model)
+    return [str(w.message) for w in said if "compiled" in str(w.message)]
+
+
+def planned(config):
+    from transformers import GPT2LMHeadModel
+
+    return make_plan(GPT2LMHeadModel(config), {"input_ids": torch.arange(8).view(1, 8)}, tp=2).dumps()
+
+
+def test_compiled_layers_that_drop_alike_on_all_ranks_are_told_of_once(run_ranks):
+    said, other = run_ranks(told_of_equal_draws, 2, planned, 0.1)
+    assert len(said) == 1 and not other
+    assert "transformer.h.0.attn and 1 like it: compiled, all tp ranks drop the same entries" in said[0]
+    assert run_ranks(told_of_equal_draws, 2, planned, 0.0) == [[], []]

@@ -207,6 +207,12 @@ def add_switches(root: nn.Module, switches: Iterable[Switch], mesh: Mesh) -> Non
         root.register_forward_hook(frame, always_call=True)
 
 
+def draws_apart(module: nn.Module) -> bool:
+    """Whether ranks begin to draw numbers of their own here."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(isinstance(o, Turn | Within) and o.cut for o in (getattr(hook, "__self__", hook) for hook in hooks))
+
+
 def meshes_of(root: nn.Module) -> list[Mesh]:
     """The meshes of the converted modules within ``root`` that change streams."""
     hooks = [hook for module in root.modules() for hook in module._forward_pre_hooks.values()]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from tpconvert.errors import PlanError
+from tpconvert.parallel.comm.random import draws_apart, meshes_of
 from tpconvert.parallel.layers.linear import RowParallelLinear
 
 
@@ -19,7 +21,7 @@ def compile_layers(
     A layer is one graph forward and one backward, in which sums and gathers run beside arithmetic that does not need
     them.  With ``gather_again`` a layer keeps a rank's slice of what sequence parallelism gathers, and gathers it
     again for its backward.  Norms that stand beside the layers are compiled too.  ``options`` are those of torch's
-    compiler.  Raises PlanError where there are no layers.
+    compiler.  Raises PlanError where there are no layers, and warns where ranks would draw numbers of their own.
     """
     from tpconvert.parallel.compiled.schedule import GatherAgain, HideCollectives  # loads torch's compiler
     from tpconvert.parallel.compiled.substitute import pairs_of
@@ -27,6 +29,7 @@ def compile_layers(
     layers = list(layers_of(module))
     if not layers:
         raise PlanError(f"{type(module).__name__} has no list of equal layers to compile.", hint="Compile it whole.")
+    warn_of_equal_draws(module, layers)
     own: dict[str, Any] = {
         "post_grad_custom_post_pass": HideCollectives(pairs_of(module)),
         "reorder_for_peak_memory": False,
@@ -41,6 +44,19 @@ def compile_layers(
     for norm in norms_of(module):
         norm.compile(options={**own, **options})
     return layers
+
+
+def warn_of_equal_draws(module: nn.Module, layers: list[nn.Module]) -> None:
+    """Tell, on the first rank, where compiled layers draw numbers that the ranks of plain ones draw apart."""
+    inside = {part for layer in layers for part in layer.modules()}
+    apart = [path for path, part in module.named_modules() if part in inside and draws_apart(part)]
+    if apart and all(mesh.rank == mesh.dp_rank == 0 for mesh in meshes_of(module)):
+        more = f" and {len(apart) - 1} like it" if apart[1:] else ""
+        warnings.warn(
+            f"{apart[0]}{more}: compiled, all tp ranks drop the same entries of their parts, not each its own. "
+            "Set this dropout to 0 if that matters, or do not compile.",
+            stacklevel=3,
+        )
 
 
 def layers_of(module: nn.Module) -> Iterator[nn.Module]:
