@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -138,17 +139,63 @@ def test_an_edit_that_fits_is_used_and_told(folder, edited, tmp_path):
     path = edited(whole)
     result = run("shard", f"{folder}/own.py:build", "--plan", path, "-o", tmp_path / "cut")
     assert result.exit_code == 0, result.stderr
-    assert result.stderr.startswith(f"note: {path} is not as tpconvert wrote it.")
-    assert "tpconvert verify" in result.stderr
+    assert result.stderr == (
+        f"note: {path} was edited, or not written by tpconvert plan. It has what the model asks for; "
+        "tpconvert verify shows whether the numbers are right.\n"
+    )
     untouched = run("shard", f"{folder}/own.py:build", "--plan", folder / "plan.json", "-o", tmp_path / "two")
     assert untouched.stderr == ""
 
 
-def test_a_sum_that_was_deleted_is_told_to_be_verified_and_verify_finds_it(folder, edited, tmp_path):
-    path = edited(lambda data: data.update(boundaries=[b for b in data["boundaries"] if b["kind"] != "reduce"]))
-    result = run("shard", f"{folder}/own.py:build", "--plan", path, "-o", tmp_path / "cut")
-    assert "is not as tpconvert wrote it" in result.stderr
-    assert run("verify", f"{folder}/own.py:build", tmp_path / "cut", "--emulate").exit_code == 1
+ASKED = {
+    "a sum left out": (
+        lambda data: data.update(boundaries=[b for b in data["boundaries"] if b["kind"] != "reduce"]),
+        "down: only one of them needs a reduce at its output.",
+    ),
+    "a copy left out": (
+        lambda data: data.update(boundaries=[b for b in data["boundaries"] if b["kind"] != "copy"]),
+        "up: only one of them needs a copy at its input.",
+    ),
+    "a bias added on each rank": (verdict("down.bias", once=False), "down.bias: it must count on one rank only"),
+    "a gradient summed twice": (verdict("down.bias", sum_grad=True), "down.bias: it must not have its gradient summed"),
+    "other rows": (verdict("up.weight", layout=layout([12, 1], [12, 1])), "up.weight: the plan cuts it as"),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_an_edit_that_runs_and_is_wrong_is_refused(folder, edited, tmp_path, name):
+    change, told = ASKED[name]
+    source, path = f"{folder}/own.py:build", edited(change)
+    line = fails("shard", source, "--plan", path, "-o", tmp_path / "out")
+    assert line.startswith(f"{path}: the model asks for something else: {told}")
+    assert fails("verify", source, "--plan", path) == line
+
+
+def test_a_plan_that_needs_rules_is_held_to_the_model_with_them(tmp_path):
+    examples = Path(__file__).parents[1] / "examples"
+    own, rules, path = (
+        f"{examples / 'own_op.py'}:build",
+        ("--rules", examples / "own_rule.toml"),
+        tmp_path / "plan.json",
+    )
+    run("plan", own, "--tp", 2, *rules, "-o", path)
+    data = json.loads(path.read_text()) | {"notes": ["edited"]}
+    path.write_text(json.dumps(data))
+    assert "One that was made with --rules needs them here too." in fails(
+        "shard", own, "--plan", path, "-o", tmp_path / "cut"
+    )
+    done = run("shard", own, "--plan", path, *rules, "-o", tmp_path / "cut")
+    assert done.exit_code == 0, done.stderr
+
+
+def test_a_plan_of_another_model_of_the_same_shapes_is_held_to_this_one(llama, tmp_path):
+    copy = shutil.copytree(llama, tmp_path / "copy")
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 12, "num_key_value_heads": 4,
+                                                               "head_dim": 4}))  # fmt: skip
+    run("plan", copy, "--tp", 4, "-o", tmp_path / "plan.json")
+    line = fails("shard", llama, "--plan", tmp_path / "plan.json", "-o", tmp_path / "out")
+    assert line.startswith(f"{tmp_path}/plan.json: ")
 
 
 @pytest.mark.parametrize(

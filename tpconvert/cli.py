@@ -271,7 +271,7 @@ def verify(
         opened = open_named(source, opening)
         check_plan(opened.module, made, f"{folder}/plan.json")
     else:
-        check_plan_options(tp, overrides, rules, plan_file, emulate)
+        check_plan_options(tp, overrides, plan_file)
         opened = open_named(source, opening)
         if twin:
             from tpconvert.source import twin as shrink

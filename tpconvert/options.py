@@ -41,7 +41,7 @@ def planned(
     opening: dict[str, Any],
 ) -> tuple[Source, Plan]:
     """The SOURCE, opened, and a plan for it."""
-    check_plan_options(tp, overrides, rules, plan_file)
+    check_plan_options(tp, overrides, plan_file)
     opened = open_named(source, opening)
     return opened, plan_of(opened, tp, overrides, rules, plan_file)
 
@@ -60,7 +60,7 @@ def told_as(
     from tpconvert.formats.express import express
     from tpconvert.source.blame import blaming
 
-    check_plan_options(tp, overrides, rules, None)
+    check_plan_options(tp, overrides, None)
     opened = open_named(source, opening)
     module = opened.module
     abilities = transformers.abilities(module) if form == "transformers" else dtensor.ABILITIES
@@ -109,7 +109,7 @@ def plan_of(
 ) -> Plan:
     """A plan of an opened SOURCE: that of a file, or a new one."""
     if plan_file:
-        return given_plan(opened, Path(plan_file), tp)
+        return given_plan(opened, Path(plan_file), tp, rules)
     from tpconvert.planning import make_plan
     from tpconvert.source.blame import blaming
 
@@ -135,12 +135,10 @@ def weights_of(opened: Source, seed: int | None) -> Weights:
     return opened.weights()
 
 
-def check_plan_options(
-    tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None, emulate: bool = False
-) -> None:
+def check_plan_options(tp: int | None, overrides: tuple[str, ...], plan_file: str | None) -> None:
     """Refuse options that have no effect beside others."""
-    if plan_file and (overrides or (rules and not emulate)):  # which finds the axes of the recorded graph anew
-        raise click.UsageError("--plan is a plan already made: --set and --rules have no effect on it.")
+    if plan_file and overrides:
+        raise click.UsageError("--plan is a plan already made: --set has no effect on it.")
     if tp is None and not plan_file:
         raise click.UsageError("Missing option '--tp'.")
 
@@ -170,17 +168,18 @@ def read_plan(path: Path, tp: int | None) -> Plan:
     return plan
 
 
-def given_plan(opened: Source, path: Path, tp: int | None) -> Plan:
+def given_plan(opened: Source, path: Path, tp: int | None, rules: tuple[str, ...]) -> Plan:
     """A plan from a file, held to the SOURCE; one that was edited is tried out, and that it was is told."""
     from tpconvert.planning.given import hold_given
 
     plan = read_plan(path, tp)
     changed = plan.source.get(MADE) != fingerprint(plan)
-    hold_given(opened.module, opened.inputs, plan, str(path), changed=changed)
+    other = any(plan.source.get(key) != value for key, value in opened.description.items())  # or of another version
+    hold_given(opened.module, opened.inputs, plan, str(path), changed=changed or other, rules=tuple(map(Path, rules)))
     if changed:
         click.echo(
-            f"note: {path} is not as tpconvert wrote it. Its shapes fit; that the numbers are right, "
-            "tpconvert verify shows.",
+            f"note: {path} was edited, or not written by tpconvert plan. It has what the model asks for; "
+            "tpconvert verify shows whether the numbers are right.",
             err=True,
         )
     return plan

@@ -1,47 +1,71 @@
 """A plan that was read from a file, held to the module that it is given for.
 
 What tpconvert wrote was proved when it was made.  What somebody changed since is run dry as the first and the last
-rank, which shows what does not fit together; that the numbers are right only values show.
+rank, and compared with what the module asks for where these axes are cut; that the numbers are right only values show.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
 from torch import nn
 
 from tpconvert.analyze.capture.run import Inputs, Trace
+from tpconvert.analyze.ops.rules import load_rules
 from tpconvert.analyze.trace.copies import copied
-from tpconvert.errors import PlanError, SourceError
+from tpconvert.errors import PlanError, SourceError, VerifyError
 from tpconvert.parallel import parallelize
 from tpconvert.parallel.comm.mesh import dry_mesh
 from tpconvert.parallel.fits import check_plan
 from tpconvert.planning.layers import norms_apart
 from tpconvert.planning.make import captured, light
+from tpconvert.planning.proof.held import hold
 from tpconvert.spec.plan import MEND, Plan
 
 
-def hold_given(module: nn.Module, inputs: Inputs, plan: Plan, where: str, *, changed: bool) -> None:
-    """Raise PlanError where the plan of the file ``where`` is not for this module; ``changed`` ones are tried out."""
+@torch.inference_mode(False)
+@torch.enable_grad()
+def hold_given(
+    module: nn.Module, inputs: Inputs, plan: Plan, where: str, *, changed: bool, rules: Sequence[Path] = ()
+) -> None:
+    """Raise PlanError where the plan of the file ``where`` is not for this module; a ``changed`` one is tried out.
+
+    ``rules`` are those that the plan was made with.
+    """
     check_plan(module, plan, where)
     if not changed or plan.tp == 1:
         return
-    module, apart = light(module), norms_apart(plan)
-    whole = _returned(captured(module, inputs, apart=apart))
+    module, apart, known = light(module), norms_apart(plan), load_rules(rules)
+    trace = captured(module, inputs, known, apart)
     for rank in sorted({0, plan.tp - 1}):
         local = copied(module)
         try:
             parallelize(local, plan, dry_mesh(rank, plan.tp))
-            found = _returned(captured(local, inputs, apart=apart))
+            _compare(trace, captured(local, inputs, known, apart), rank)
         except PlanError as error:
             raise PlanError(f"{where}: {error.message}", hint=error.hint or MEND) from None
         except SourceError as error:
             raise PlanError(f"{where}: with it, rank {rank} cannot run the model: {error.message}", hint=MEND) from None
-        for slot, shape in whole.items():
-            if found.get(slot, shape) != shape:
-                raise PlanError(
-                    f"{where}: with it, rank {rank} returns {list(found[slot])}{f' at {slot}' if slot else ''} where "
-                    f"the whole model returns {list(shape)}.",
-                    hint=MEND,
-                )
+    plain = replace(plan, boundaries=tuple(replace(b, sliced=None, moved=False) for b in plan.boundaries))
+    try:
+        hold(plain, trace, trace, rules)
+    except (VerifyError, PlanError) as error:
+        hint = f"{MEND} One that was made with --rules needs them here too."
+        raise PlanError(f"{where}: the model asks for something else: {error.message}", hint=hint) from None
+
+
+def _compare(trace: Trace, found: Trace, rank: int) -> None:
+    """Raise PlanError where a rank returns something of another shape."""
+    whole, here = _returned(trace), _returned(found)
+    for slot, shape in whole.items():
+        if here.get(slot, shape) != shape:
+            at = f" at {slot}" if slot else ""
+            raise PlanError(
+                f"with it, rank {rank} returns {list(here[slot])}{at} where the whole model returns {list(shape)}."
+            )
 
 
 def _returned(trace: Trace) -> dict[str, tuple[int, ...]]:
