@@ -298,9 +298,12 @@ def _explain(error: ValidationError) -> Iterator[str]:
 
 def _spelled(value: Any) -> str:
     """A value as YAML has it, but for texts, which have quotes to tell them from numbers."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
+_LONG = 100
+"""Letters of a value that are told."""
 _NEAR = 0.6
 """How much of a word has to be right."""
 
