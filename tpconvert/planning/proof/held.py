@@ -104,7 +104,7 @@ def hold(
     known = {replace(s, always=False) for s in kept}
     held = replace(
         plan,
-        boundaries=merged(plan.boundaries, found.boundaries),
+        boundaries=merged(plan.boundaries, [replace(b, axis=its.get(b.axis, b.axis)) for b in found.boundaries]),
         edits=edits,
         rewrites=forms,
         switches=tuple(dict.fromkeys((*kept, *(s for s in drawn if replace(s, always=False) not in known)))),
