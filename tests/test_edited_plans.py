@@ -97,6 +97,10 @@ EDITS = {
         put("switches", value=[{"module": "drop", "side": "input", "cut": True}]),
         "switches[0] (drop): the module has no part drop.",
     ),
+}  # fmt: skip
+
+
+TRIED = {
     "an edit of what is not there": (
         put("edits", value=[{"module": "up", "attribute": "heads", "value": 24, "blocks": [[24, 1]]}]),
         "up: heads is not there to be edited.",
@@ -114,6 +118,17 @@ EDITS = {
         "rank 0 returns [3, 6] where the whole model returns [3, 12].",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_an_edit_that_does_not_run_is_refused(folder, edited, tmp_path, name):
+    change, told = TRIED[name]
+    path = edited(change)
+    line = fails("shard", f"{folder}/own.py:build", "--plan", path, "-o", tmp_path / "out")
+    assert line.startswith(f"{path}: ")
+    assert told in line
+    assert "plan again" in line.lower() or "Plan this module again" in line, "the way out"
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -168,7 +183,13 @@ def test_an_edit_that_runs_and_is_wrong_is_refused(folder, edited, tmp_path, nam
     source, path = f"{folder}/own.py:build", edited(change)
     line = fails("shard", source, "--plan", path, "-o", tmp_path / "out")
     assert line.startswith(f"{path}: the model asks for something else: {told}")
-    assert fails("verify", source, "--plan", path) == line
+    assert not (tmp_path / "out").exists()
+
+
+def test_verify_judges_an_edit_that_runs_and_is_wrong(folder, edited):
+    path = edited(ASKED["a bias added on each rank"][0])
+    done = run("verify", f"{folder}/own.py:build", "--plan", path, "--emulate")
+    assert done.exit_code == 1, "it is what verify is for"
 
 
 def test_a_plan_that_needs_rules_is_held_to_the_model_with_them(tmp_path):

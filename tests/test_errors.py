@@ -197,6 +197,8 @@ def test_an_existing_plan_is_not_overwritten_unasked(llama, tmp_path):
         ("plan x y --tp 2", "Got unexpected extra argument (y). See main plan --help."),
         ("shard x --tp 2 --seed 3 -o y", "--seed is what --init draws weights from"),
         ("train x --config y --outptu z", "No such option '--outptu'"),
+        ("verify x --plan y --rules z", "--plan is a plan already made: to verify it, only --emulate takes --rules."),
+        ("shard x --plan y --set a=whole -o z", "--plan is a plan already made: --set has no effect on it."),
         ("train x", "Missing option '--config'. See main train --help."),
     ],
 )

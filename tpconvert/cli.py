@@ -264,6 +264,8 @@ def verify(
         raise click.UsageError("--collectives copies is between two GPUs: it needs --device cuda.")
     if emulate and (device, dtype) != ("cpu", "float64"):
         raise click.UsageError("--emulate compares in float64 on the CPU: it takes neither --device nor --dtype.")
+    if plan_file and rules and not emulate:  # which finds the axes of the recorded graph anew
+        raise click.UsageError("--plan is a plan already made: to verify it, only --emulate takes --rules.")
     if twin and (folder or plan_file):
         raise click.UsageError("--twin verifies a smaller model: neither a folder nor a plan is of its size.")
     if folder:
@@ -277,7 +279,7 @@ def verify(
             from tpconvert.source import twin as shrink
 
             opened = shrink(opened)
-        made = plan_of(opened, tp, overrides, rules, plan_file)
+        made = plan_of(opened, tp, overrides, rules, plan_file, judged=True)
     proof = prove(
         opened,
         made,

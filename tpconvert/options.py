@@ -105,9 +105,21 @@ def open_named(source: str, opening: dict[str, Any]) -> Source:
 
 
 def plan_of(
-    opened: Source, tp: int | None, overrides: tuple[str, ...], rules: tuple[str, ...], plan_file: str | None
+    opened: Source,
+    tp: int | None,
+    overrides: tuple[str, ...],
+    rules: tuple[str, ...],
+    plan_file: str | None,
+    *,
+    judged: bool = False,
 ) -> Plan:
-    """A plan of an opened SOURCE: that of a file, or a new one."""
+    """A plan of an opened SOURCE: that of a file, or a new one; ``judged`` is one that is proved or disproved next."""
+    if plan_file and judged:
+        from tpconvert.parallel.fits import check_plan
+
+        plan = read_plan(Path(plan_file), tp)
+        check_plan(opened.module, plan, plan_file)
+        return plan
     if plan_file:
         return given_plan(opened, Path(plan_file), tp, rules)
     from tpconvert.planning import make_plan

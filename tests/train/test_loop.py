@@ -251,7 +251,7 @@ def test_an_output_that_cannot_be_written_is_told_before_training(tmp_path: Path
     from tpconvert.parallel import make_mesh
 
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(ConfigError, match=r"run: nothing can be written there \(.*\)\. Choose another --output\."):
+    with pytest.raises(ConfigError, match=r"run: is a file, not a folder\. Choose another --output\."):
         train(make_folder(tmp_path / "model", 1), settings(tmp_path), make_mesh(1), output=tmp_path / "run")
 
 
