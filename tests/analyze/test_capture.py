@@ -358,3 +358,25 @@ def test_a_forward_that_asks_for_ranks_is_noted_once() -> None:
 def test_a_forward_that_takes_a_seed_from_the_machine_is_noted() -> None:
     (note,) = traced(lambda self, x: x + 0 * torch.seed() % 2).notes
     assert note.startswith("the model: its forward takes seeds from the machine (torch.seed), so ranks draw other")
+
+
+def test_a_trace_holds_no_activations() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+            self.register_buffer("seen", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x).relu()
+            self.seen[2:].copy_(h[0, 2:].detach())
+            return self.down(h)
+
+    module = Net()
+    trace = capture(module, {"x": torch.ones(2, 4)})
+    made = {n.meta["op"]: n.meta["val"] for n in trace.nodes if n.op == "call_function"}
+    assert made["relu"].is_meta and made["relu"].shape == (2, 8) and made["relu"].dtype == torch.float32
+    assert made["copy_"].untyped_storage().data_ptr() == module.seen.untyped_storage().data_ptr()  # it outlives them
+    assert trace.parameters["up.weight"].meta["val"] is module.up.weight
+    valued = capture(module, {"x": torch.ones(2, 4)}, values=True)
+    assert not any(n.meta["val"].is_meta for n in valued.nodes)

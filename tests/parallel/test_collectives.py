@@ -280,3 +280,12 @@ def test_degree_1_and_dry_meshes_leave_no_trace_but_the_shape():
     assert part.shape == (2, 1) and part.is_meta
     assert gather(part, parts, dry).shape == (2, 6)
     assert collectives.summed(meta, dry) is meta
+
+
+def test_a_dry_mesh_joins_what_a_rank_has_over_again():
+    """Values that decide how much there is would see ties among zeros: a search for peaks would find every place."""
+    dry = dry_mesh(1, 3)
+    part, parts = value(1, 2, 2), parts_of(1, (Block(7),), dry)
+    torch.testing.assert_close(gather(part, parts, dry), part[:, [0, 1, 0, 1, 0, 1, 0]])
+    torch.testing.assert_close(gather_slices(part, 1, dry), part[:, [0, 1, 0]])
+    assert gather_slices(part[:, :0], 1, dry).shape == (2, 1)

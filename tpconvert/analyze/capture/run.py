@@ -22,7 +22,8 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tpconvert.analyze.capture.idle import without_idle
 from tpconvert.analyze.capture.recorder import Inputs, Recorder, is_inplace, mutated_alias
@@ -30,8 +31,10 @@ from tpconvert.analyze.trace.call import Call, Trace
 from tpconvert.analyze.trace.draws import settled
 from tpconvert.analyze.trace.entering import has_floats
 from tpconvert.analyze.trace.provenance import remembering
+from tpconvert.analyze.trace.trees import map_tensors
 from tpconvert.analyze.watch.running import descending_into_functionals
 from tpconvert.analyze.watch.state import kept, watching
+from tpconvert.analyze.watch.unseen import storage_of
 from tpconvert.errors import SourceError
 
 __all__ = [
@@ -106,7 +109,28 @@ def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder, drawn: floa
         drawn,
         frozenset(recorder.apart),
     )
+    if not recorder.values:
+        _let_go(recorder)
     return without_idle(trace)
+
+
+def _let_go(recorder: Recorder) -> None:
+    """Keep of what the forward computed no more than its shapes and dtypes: all activations, and their graph, are much.
+
+    What is on the memory of a parameter or of another tensor that was there before is kept, since it is asked which.
+    """
+    lasting = {storage_of(n.meta["val"]) for n in recorder.graph.nodes if n.op in ("get_attr", "placeholder")}
+
+    def light(x: Any) -> Any:
+        if type(x) is not Tensor or x.is_meta or x.layout is not torch.strided or storage_of(x) in lasting:
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    for node in recorder.graph.nodes:
+        if node.op == "call_function":
+            node.meta["val"] = map_tensors(light, node.meta["val"])
+    for table in (recorder.alive, recorder.nodes, recorder.storages):
+        table.clear()
 
 
 @contextmanager

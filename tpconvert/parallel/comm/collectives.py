@@ -312,8 +312,7 @@ def joined(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     """A new tensor: the ranks' parts put together along ``parts.dim``."""
     dim = parts.dim % x.dim()
     if mesh.group is None:
-        shape = [parts.size if i == dim else n for i, n in enumerate(x.shape)]
-        return x.new_zeros(shape)
+        return _over_again(x, dim, parts.size)
     most = max(parts.sizes)
     rows = x.movedim(dim, 0).contiguous()
     if len(rows) < most:  # all-gather takes equal parts only
@@ -324,13 +323,19 @@ def joined(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
     return dense(every.movedim(0, dim))
 
 
+def _over_again(x: Tensor, dim: int, size: int) -> Tensor:
+    """What a rank has, over again, as a dry mesh joins it: of equal zeros, code that picks by values may pick all."""
+    x = x if x.shape[dim] else x.new_zeros([n + (i == dim) for i, n in enumerate(x.shape)])
+    return take(x, dim, [(0, min(x.shape[dim], size - at)) for at in range(0, size, x.shape[dim])])
+
+
 def joined_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """A new tensor: the ranks' slices one after the other along ``dim``.
 
     Nothing is copied where the dims before ``dim`` have one index; else once, after the slices have come.
     """
     if mesh.group is None:
-        return x.new_zeros([n + (i == dim) for i, n in enumerate(x.shape)])
+        return _over_again(x, dim, x.shape[dim] + 1)
     shape = joined_shape(x, dim, mesh)
     if one_run(x, dim):
         return _all_gather(x.contiguous(), mesh, shape)
