@@ -227,10 +227,10 @@ def less(model, plan):
     [
         (edited, "up: out_features is 7, the plan was made when it was 8."),
         (absent, "up: sizes.1 is not there to be edited."),
-        (elsewhere, "gate: the plan has a boundary for it, the module has no such part."),
-        (smaller, r"up.bias: the plan is for shape \[7\], the module has \[6\]."),
-        (larger, "extra.bias: the plan has no verdict for it. Plan this module again."),
-        (less, "down.weight: the plan names it, the module has no such parameter or buffer."),
+        (elsewhere, r"boundaries\[0\] \(gate\): the module has no part gate\."),
+        (smaller, r"\(up.bias\): it is for shape \[7\], the module has \[6\]\."),
+        (larger, "there is no verdict for extra.weight. Correct the entry, or make the plan again."),
+        (less, r"\(down.weight\): the module has no such parameter or buffer\."),
     ],
 )
 def test_a_plan_for_another_module_is_refused(change, message):
