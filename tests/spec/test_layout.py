@@ -1,10 +1,10 @@
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.frame import fits, layout_size, layouts
 from tpconvert.errors import PlanError
-from tpconvert.spec.layout import Block, Layout, share
+from tpconvert.spec.layout import Block, Layout, refuse_degree, share
 
 
 def test_pieces_of_the_table_in_the_docs():
@@ -39,6 +39,7 @@ def test_an_empty_dim_is_dealt_as_nothing():
     assert layout.shared(1, 4) == []
 
 
+@settings(deadline=None)  # the first draw is slow on a busy machine
 @given(st.data(), st.integers(1, 8))
 def test_pieces_of_all_ranks_cover_the_dim(data, degree):
     layout, shape = data.draw(layouts((degree,)))
@@ -72,6 +73,18 @@ def test_pieces_rise_and_local_sizes_add_up(data, degree):
         assert layout.local_shape(shape, rank, degree)[layout.dim] == sum(b - a for a, b in pieces)
 
 
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 8), st.integers(1, 24))
+def test_a_degree_is_refused_where_some_rank_cannot_be_dealt(data, degree, other):
+    layout, _ = data.draw(layouts((degree,)))
+    try:
+        refuse_degree(layout.blocks, other)
+    except PlanError:
+        assert not fits(layout, other)
+    else:
+        assert fits(layout, other)
+
+
 @given(st.data(), st.integers(1, 8))
 def test_json_gives_the_layout_back(data, degree):
     layout, _ = data.draw(layouts((degree,)))
@@ -83,6 +96,16 @@ def test_json_gives_the_layout_back(data, degree):
 def test_a_damaged_block_is_refused(block):
     with pytest.raises((ValueError, TypeError)):
         Block.from_json(block)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [None, [], 0, {"dim": 0}, {"dim": True, "blocks": []}, {"dim": 1.0, "blocks": []}, {"dim": 0, "blocks": {}},
+     {"dim": 0, "blocks": [], "block": []}],
+)  # fmt: skip
+def test_a_damaged_layout_is_refused_and_not_taken_for_a_whole_tensor(layout):
+    with pytest.raises(ValueError, match="no layout"):
+        Layout.from_json(layout)
 
 
 def test_a_layout_fits_only_a_dim_of_its_size():
