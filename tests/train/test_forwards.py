@@ -89,7 +89,7 @@ def test_another_product_is_that_of_all_linear_layers_but_small_ones_and_those_t
             return super().forward(x) + 1
 
     column, row = ColumnParallelLinear(32, 2048), RowParallelLinear(8192, 32)
-    column.become((64, 2048), dry_mesh(0, 2, device="cpu"))
+    column.become((64, 2048), dry_mesh(0, 2, device="cpu"), "column")
     row.become((64, 8192), dry_mesh(0, 2, device="cpu"), False, 1)
     plain, small, odd, more = nn.Linear(2048, 2048), nn.Linear(64, 64), nn.Linear(2047, 2048), More(2048, 2048)
     parts = nn.ModuleList([column, row, plain, small, odd, more])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.ranks import RankFailedError
 from tests.verify.faults import FAULTS, base, planted
 from tests.verify.frame import proved
 
@@ -15,7 +16,11 @@ def found(pool):
         if name not in seen:
             fault = FAULTS[name]
             plan = base(fault.model, fault.tp)
-            result = pool.run(planted, fault.tp, name, fault.plan(plan).dumps())[0]
+            try:
+                result = pool.run(planted, fault.tp, name, fault.plan(plan).dumps())[0]
+            except RankFailedError as error:  # a missing copy need not come so far as to be compared
+                assert "PlanError: " in str(error) and "whose gradient nobody sums over ranks" in str(error)
+                return seen.setdefault(name, {"refused": 1})
             failing = [c for c in result.checks if not c.equal]
             assert result.equal is not bool(failing)
             seen[name] = {c.kind: sum(f.kind == c.kind for f in failing) for c in failing}

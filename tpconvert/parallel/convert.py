@@ -260,7 +260,7 @@ def swap_classes(
         boundaries = [b for b in boundaries if not any(b is r for r in reduces)]
         become(module, layer, reads)
         if layer is not None:
-            extra: tuple[Any, ...] = () if layer is ColumnParallelLinear else (bool(reduces),)
+            extra: tuple[Any, ...] = (path,) if layer is ColumnParallelLinear else (bool(reduces),)
             if layer is RowParallelLinear:
                 extra = (*extra, waves)
             elif layer is VocabParallelEmbedding:

@@ -29,6 +29,7 @@ from tpconvert.parallel.layers.products import (
     summed_product,
     was_gathered,
 )
+from tpconvert.parallel.layers.unsummed import refusing_unsummed
 
 PLAIN = (Tensor, nn.Parameter)
 """Weights that are no class of their own, which may compute products in another way."""
@@ -41,17 +42,20 @@ class ColumnParallelLinear(nn.Linear):
 
     tp_whole: tuple[int, int]
     tp_mesh: Mesh
+    tp_path: str
     product = staticmethod(F.linear)
     """How the input meets the weight; training in float8 sets another."""
 
-    def become(self, whole: tuple[int, int], mesh: Mesh) -> None:
+    def become(self, whole: tuple[int, int], mesh: Mesh, path: str) -> None:
         """Take on the sizes of the part that ``weight`` now is."""
-        self.tp_whole, self.tp_mesh = whole, mesh
+        self.tp_whole, self.tp_mesh, self.tp_path = whole, mesh, path
         self.out_features = self._parameters["weight"].shape[0]
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """This rank's features; of an input that was gathered from slices, a backward keeps the slice only."""
         weight_OI, bias_O = self.weight, self.bias
+        if x_BI.requires_grad and torch.is_grad_enabled() and not self.tp_mesh.dry and not transformed():
+            x_BI = refusing_unsummed(x_BI, self.tp_path)
         if self.product is not F.linear:
             return self.product(x_BI, weight_OI, bias_O)
         plain = type(weight_OI) in PLAIN and not self.tp_mesh.dry

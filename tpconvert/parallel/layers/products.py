@@ -31,6 +31,8 @@ def summed_product(x_BI: Tensor, weight_OI: Tensor, mesh: Mesh) -> Tensor:
 class _SummedProduct(torch.autograd.Function):
     """summed_product: see there; its backward is that of the product alone."""
 
+    takes_whole = True  # as a gradient
+
     @staticmethod
     def forward(ctx: Any, x_BI: Tensor, weight_OI: Tensor, mesh: Mesh) -> Tensor:
         x_needed, weight_needed, _ = ctx.needs_input_grad
@@ -83,6 +85,8 @@ def reduced_product(x_NI: Tensor, weight_OI: Tensor, waves: int, mesh: Mesh) -> 
 
 class _ReducedProduct(torch.autograd.Function):
     """reduced_product: see there; its backward is that of the product alone."""
+
+    takes_whole = True
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, waves: int, mesh: Mesh) -> Tensor:
