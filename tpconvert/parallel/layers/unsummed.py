@@ -42,9 +42,10 @@ def _meets_whole(x: Tensor) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        ways = getattr(node, "ways", None)
+        function = getattr(node, "_forward_cls", None)
+        ways = getattr(node, "ways", None) if getattr(function, "__module__", "") == joined.__module__ else None
         if ways is None:
-            if getattr(getattr(node, "_forward_cls", None), "takes_whole", False):
+            if getattr(function, "takes_whole", False):
                 return True
             pending += [each for each, _ in node.next_functions]
         elif ways[0] in WHOLE and ways[1] not in (summed, summed_slice):
