@@ -13,10 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from tpconvert.errors import PlanError
-from tpconvert.parallel.comm.collectives import joined, joined_slices, summed, summed_slice
+from tpconvert.parallel.comm import collectives
 
-WHOLE = (summed, summed_slice, joined, joined_slices)
-"""Forwards of collectives whose backward takes the gradient it is given for whole, unless it sums it."""
 MOST = 256
 """Nodes of autograd that are looked at; a value that is further from its copy is taken as it is."""
 
@@ -43,14 +41,20 @@ def _meets_whole(x: Tensor) -> bool:
             continue
         seen.add(node)
         function = getattr(node, "_forward_cls", None)
-        ways = getattr(node, "ways", None) if getattr(function, "__module__", "") == joined.__module__ else None
+        ways = getattr(node, "ways", None) if getattr(function, "__module__", "") == collectives.__name__ else None
         if ways is None:
             if getattr(function, "takes_whole", False):
                 return True
             pending += [each for each, _ in node.next_functions]
-        elif ways[0] in WHOLE and ways[1] not in (summed, summed_slice):
+        elif _takes_whole(*ways[:2]):
             return True
     return False
+
+
+def _takes_whole(there: Any, back: Any) -> bool:
+    """Whether a collective puts together what ranks have, and takes the gradient it is given for that of all of it."""
+    together = (collectives.summed, collectives.summed_slice, collectives.joined, collectives.joined_slices)
+    return there in together and back not in (collectives.summed, collectives.summed_slice)
 
 
 def _refuse(path: str, _: Tensor) -> None:
