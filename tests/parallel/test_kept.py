@@ -1,7 +1,6 @@
 """What is changed in a converted module is refused where it would meet a rank's part, in one clear line."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from tests.parallel.same import columns, plan_of, rows
 from tpconvert.errors import PlanError
 from tpconvert.parallel import dry_mesh, parallelize
 from tpconvert.planning import make_plan
-from tpconvert.spec.plan import Boundary, Plan
+from tpconvert.spec.plan import Boundary
 
 MESH = dry_mesh(0, 2, device="cpu")
 
@@ -141,34 +140,3 @@ def test_methods_that_take_a_part_for_the_whole_are_refused(llama, tmp_path):
     model.save_pretrained(tmp_path, state_dict=whole)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
-
-
-class Branching(nn.Module):
-    """Does something else with longer inputs, which no input that it is planned with shows."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
-
-    def forward(self, x):
-        x = self.down(self.up(x).relu())
-        return self.down(self.up(x).flip(-1)) if x.shape[1] > 6 else x
-
-
-def branches(mesh, plan, lengths):
-    model = parallelize(Branching(), Plan.loads(plan), mesh)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for length in lengths:
-            model(torch.zeros(2, length, 8))
-    return [str(w.message) for w in said]
-
-
-def test_a_way_that_was_not_planned_is_told_of_once(run_ranks):
-    plan = make_plan(Branching(), {"x": torch.randn(2, 4, 8)}, tp=2).dumps()
-    said, other = run_ranks(branches, 2, plan, [4, 5, 7, 8])
-    assert not other and len(said) == 1
-    assert said[0].startswith("down: a forward called it 2 times, and 1 when the model was planned")
-    assert run_ranks(branches, 2, plan, [4, 3, 6]) == [[], []]
-    planned = make_plan(Branching(), {"x": torch.randn(2, 8, 8)}, tp=2).dumps()
-    assert run_ranks(branches, 2, planned, [8, 4]) == [[], []]

@@ -262,7 +262,7 @@ def swap_classes(
         if layer is not None:
             extra: tuple[Any, ...] = (path,) if layer is ColumnParallelLinear else (bool(reduces),)
             if layer is RowParallelLinear:
-                extra = (*extra, waves, reduces[0].calls if reduces else 0)
+                extra = (*extra, waves)
             elif layer is VocabParallelEmbedding:
                 extra = (*extra, parts_of(0, verdicts["weight"].layout.blocks, mesh))
             module.become(verdicts["weight"].shape, mesh, *extra)

@@ -18,7 +18,6 @@ from tpconvert.parallel.calls.signature import leaves
 from tpconvert.parallel.calls.slots import kind_of
 from tpconvert.parallel.comm.collectives import every, transformed
 from tpconvert.parallel.comm.mesh import Mesh
-from tpconvert.parallel.layers.linear import RowParallelLinear
 from tpconvert.spec.plan import Plan
 
 CHANGE_FIRST = "Change the model first, then plan and convert it."
@@ -143,42 +142,8 @@ class Returned:
         return torch.allclose(ranks, found.expand_as(ranks), rtol=0.0, atol=near, equal_nan=True)
 
 
-class Often:
-    """Hooks of the root: no forward calls a row-parallel layer more often than when it was planned, or that is told.
-
-    A branch that another length or other values take may do with cut values what nobody looked at.  Told once.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        layers = ((path, part) for path, part in root.named_modules() if isinstance(part, RowParallelLinear))
-        self.layers = [(path, part) for path, part in layers if part.tp_planned]
-        self.told = False
-
-    def begin(self, module: nn.Module, args: Any) -> None:
-        """Count from nothing."""
-        if not torch.compiler.is_compiling():
-            for _, layer in self.layers:
-                layer.tp_calls[0] = 0
-
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Compare."""
-        if self.told or torch.compiler.is_compiling():
-            return
-        more = [(path, layer) for path, layer in self.layers if layer.tp_calls[0] > layer.tp_planned]
-        if more:
-            self.told = True
-            path, layer = more[0]
-            others = f" (and {len(more) - 1} more layers)" if more[1:] else ""
-            warnings.warn(
-                f"{path}{others}: a forward called it {layer.tp_calls[0]} times, and {layer.tp_planned} when the model "
-                "was planned: what was done there was not looked at, and may be wrong.  Plan the model with inputs "
-                "that take this way, and verify it.",
-                stacklevel=2,
-            )
-
-
 def keep(root: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """See to it that the parts of a converted module stay, and tell where it does or returns what was not looked at."""
+    """See to it that the parts of a converted module stay, and tell where it returns what was not looked at."""
     cut: dict[str, list[str]] = {}
     for verdict in plan.verdicts:
         if verdict.kind == "parameter" and (verdict.layout.cut or verdict.sum_grad or verdict.once):
@@ -201,10 +166,6 @@ def keep(root: nn.Module, plan: Plan, mesh: Mesh) -> None:
                 module.__dict__[name] = Refused(module, name)
     if plan.returns:
         root.register_forward_hook(Returned(plan.returns, mesh))
-    often = Often(root)
-    if often.layers and mesh.rank == mesh.dp_rank == 0 and not mesh.dry:
-        root.register_forward_pre_hook(often.begin)
-        root.register_forward_hook(often.end)
     root.__dict__["_tp_converted"] = True
 
 

@@ -84,25 +84,18 @@ class RowParallelLinear(nn.Linear):
     tp_mesh: Mesh
     tp_sums: bool
     tp_waves: int | None
-    tp_planned: int
-    """How often a forward called it when it was planned; 0 where that is not known."""
-    tp_calls: list[int]
-    """How often the current one did."""
     tp_hides = False
     """Whether a compiler lets a sum run beside what is computed after it is begun."""
     product = staticmethod(F.linear)
     """How the input meets the weight; training in float8 sets another."""
 
-    def become(self, whole: tuple[int, int], mesh: Mesh, sums: bool, waves: int | None, planned: int = 0) -> None:
+    def become(self, whole: tuple[int, int], mesh: Mesh, sums: bool, waves: int | None) -> None:
         """Take on the sizes of the part that ``weight`` now is."""
         self.tp_whole, self.tp_mesh, self.tp_sums, self.tp_waves = whole, mesh, sums, waves
-        self.tp_planned, self.tp_calls = planned, [0]
         self.in_features = self._parameters["weight"].shape[1]
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """The sum over ranks, plus the bias."""
-        if not torch.compiler.is_compiling():
-            self.tp_calls[0] += 1
         if not self.tp_sums:
             return self.product(x_BI, self.weight, self.bias)
         y_BO = self._summed(x_BI, self.weight)
