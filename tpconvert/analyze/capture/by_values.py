@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
-import torch
 from torch import fx
 
 from tpconvert.analyze.trace.draws import is_random
-from tpconvert.analyze.trace.provenance import Int, dims_read
+from tpconvert.analyze.trace.provenance import dims_read, integers
 
 DATA_SHAPED = frozenset(["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"])
 """Ops whose result has a shape that hangs on values."""
@@ -46,16 +45,8 @@ def _is_sized(node: fx.Node) -> bool:
 
 def _sizes_read(node: fx.Node) -> set[fx.Node]:
     """The tensors whose sizes an op is given, as they are or in a formula."""
-    leaves = torch.utils._pytree.tree_leaves(_without_slices((node.args, dict(node.kwargs))))
-    return {t for n in leaves if isinstance(n, Int) for t, _ in dims_read(n.expression)}
-
-
-def _without_slices(tree: Any) -> Any:
-    if isinstance(tree, slice):
-        return tree.start, tree.stop, tree.step
-    if isinstance(tree, tuple | list):
-        return [_without_slices(t) for t in tree]
-    return {k: _without_slices(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+    sizes = (n.expression for _, n in integers((node.args, dict(node.kwargs))))
+    return {tensor for made in sizes for tensor, _ in dims_read(made)}
 
 
 def holds_tensor(tree: Any) -> bool:

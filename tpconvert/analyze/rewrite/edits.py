@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx, nn
 
@@ -30,6 +29,7 @@ from tpconvert.analyze.trace.provenance import (
     evaluate,
     expression,
     held_objects,
+    integers,
 )
 from tpconvert.spec.layout import Block
 from tpconvert.spec.plan import Edit
@@ -226,19 +226,6 @@ class _Solver:
 
 SHAPES = frozenset(["view", "reshape", "expand", "flatten", "unflatten", "zeros", "ones", "empty"])
 """Ops whose every integer is a size: one that is no site there is whole."""
-
-
-def integers(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Int]]:
-    """``(path, value)`` of each integer with a memory."""
-    if isinstance(tree, Int):
-        return [(path, tree)]
-    if isinstance(tree, tuple | list):
-        return [x for i, t in enumerate(tree) for x in integers(t, (*path, i))]
-    if isinstance(tree, dict):
-        return [x for k, t in tree.items() for x in integers(t, (*path, k))]
-    if isinstance(tree, slice):
-        return [x for k in ("start", "stop", "step") for x in integers(getattr(tree, k), (*path, k))]
-    return []
 
 
 def is_joint(made: Expression) -> bool:

@@ -291,3 +291,16 @@ def _wrap(value: Any, owner: int, name: str, formulas: Formulas) -> Any:
     if type(value) in (tuple, list) and value and all(type(v) is int for v in value):
         return type(value)(Int(v, Attribute(owner, name, i), formulas) if v > 1 else v for i, v in enumerate(value))
     return value
+
+
+def integers(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Int]]:
+    """``(path, value)`` of each integer with a memory."""
+    if isinstance(tree, Int):
+        return [(path, tree)]
+    if isinstance(tree, tuple | list):
+        return [x for i, t in enumerate(tree) for x in integers(t, (*path, i))]
+    if isinstance(tree, dict):
+        return [x for k, t in tree.items() for x in integers(t, (*path, k))]
+    if isinstance(tree, slice):
+        return [x for k in ("start", "stop", "step") for x in integers(getattr(tree, k), (*path, k))]
+    return []
