@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import nn
 
 from tpconvert.errors import PlanError
@@ -40,29 +43,20 @@ def _tensors(module: nn.Module, plan: Plan) -> None:
 
 def _modules(module: nn.Module, plan: Plan) -> None:
     paths = {path for path, _ in module.named_modules(remove_duplicate=False)}
-    lists = {
+    lists: dict[str, Sequence[Any]] = {
         "boundaries": plan.boundaries,
         "edits": plan.edits,
         "rewrites": plan.rewrites,
         "switches": plan.switches,
+        "unreached": plan.unreached,
         "slices.boundaries": plan.slices.boundaries,
         "slices.switches": plan.slices.switches or (),
+        "slices.whole": plan.slices.whole,
+        "slices.unreached": plan.slices.unreached or (),
     }
     for name, items in lists.items():
         for i, item in enumerate(items):
             with at(name, i, item):
-                _known(item.module, paths)
-    named = {
-        "unreached": plan.unreached,
-        "slices.whole": plan.slices.whole,
-        "slices.unreached": plan.slices.unreached or (),
-    }
-    for name, others in named.items():
-        for i, path in enumerate(others):
-            with at(name, i, path):
-                _known(path, paths)
-
-
-def _known(path: str, paths: set[str]) -> None:
-    if path not in paths:
-        raise WrongError(f"the module has no part {path}{near(path, paths)}")
+                path = item if isinstance(item, str) else item.module
+                if path not in paths:
+                    raise WrongError(f"the module has no part {path}{near(path, paths)}")
