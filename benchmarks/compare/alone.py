@@ -12,20 +12,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tpconvert.parallel.comm.peers import scatter_into
 
 
-def join_alone(ranks: int, device: torch.device) -> None:
+def join_alone(ranks: int, device: torch.device) -> torch.library.Library:
     """Become rank 0 of so many, of which the others are not there.
 
     Sums leave what they are given and gathers repeat it.  Scatters take this rank's part of it: torch 2.11 leaves what
-    they make undefined, and a GPU multiplies zeros faster than numbers, as it needs less power for them.
+    they make undefined, and a GPU multiplies zeros faster than numbers, as it needs less power for them.  In compiled
+    code that holds for as long as what is returned is held.
     """
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    library = torch.library.Library("_c10d_functional", "IMPL")
     made, given = torch.full((1,), 1.0), torch.full((ranks,), 2.0)
     scatter_into(made, given, None)
     if made.item() != given[0].item():
         dist.reduce_scatter_tensor = _scattered
-        library = torch.library.Library("_c10d_functional", "IMPL")
         library.impl("reduce_scatter_tensor", _scattered_op, device.type.upper())
-        _scattered_op.library = library  # type: ignore[attr-defined]  # it holds as long as this is held
+    return library
 
 
 def _scattered(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -64,7 +64,7 @@ def group(case: Case, rank: int, device: torch.device, store: Path | None) -> It
     else:
         from benchmarks.compare.alone import join_alone
 
-        join_alone(case.tp, device)
+        held = join_alone(case.tp, device)  # noqa: F841
     yield
 
 

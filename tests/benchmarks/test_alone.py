@@ -8,7 +8,7 @@ import torch, torch.distributed as dist
 from benchmarks.compare.alone import join_alone
 from tpconvert.parallel.comm.peers import scatter_into
 
-join_alone(2, torch.device("cpu"))
+held = join_alone(2, torch.device("cpu"))
 given = torch.arange(12.0).view(4, 3)
 eager = torch.full((2, 3), 7.0)
 scatter_into(eager, given, dist.group.WORLD)
