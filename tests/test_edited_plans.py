@@ -120,26 +120,24 @@ TRIED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TRIED)
-def test_an_edit_that_does_not_run_is_refused(folder, edited, tmp_path, name):
-    change, told = TRIED[name]
-    path = edited(change)
-    line = fails("shard", f"{folder}/own.py:build", "--plan", path, "-o", tmp_path / "out")
+def refused(folder, path, out, told):
+    line = fails("shard", f"{folder}/own.py:build", "--plan", path, "-o", out)
     assert line.startswith(f"{path}: ")
     assert told in line
     assert "plan again" in line.lower() or "Plan this module again" in line, "the way out"
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
+    return line
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_an_edit_that_does_not_run_is_refused(folder, edited, tmp_path, name):
+    refused(folder, edited(TRIED[name][0]), tmp_path / "out", TRIED[name][1])
 
 
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_that_cannot_be_is_refused_by_all_alike(folder, edited, tmp_path, name):
-    change, told = EDITS[name]
-    source, path = f"{folder}/own.py:build", edited(change)
-    line = fails("shard", source, "--plan", path, "-o", tmp_path / "out")
-    assert line.startswith(f"{path}: ")
-    assert told in line
-    assert "plan again" in line.lower() or "Plan this module again" in line, "the way out"
-    assert not (tmp_path / "out").exists()
+    source, path = f"{folder}/own.py:build", edited(EDITS[name][0])
+    line = refused(folder, path, tmp_path / "out", EDITS[name][1])
     assert fails("verify", source, "--plan", path, "--emulate") == line
     assert fails("verify", source, "--plan", path) == line
 

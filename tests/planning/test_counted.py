@@ -77,30 +77,27 @@ class Lengthened(nn.Module):
         self.up, self.down = nn.Linear(MODEL, HIDDEN), nn.Linear(HIDDEN, MODEL)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.lengthened(x)).tanh()).sum(1)
+
+    def lengthened(self, x: Tensor) -> Tensor:
         times = (self.out(self.into(x).tanh())[..., 0] * 4).abs().ceil().long()
         rows = torch.zeros((len(x), times.sum(1).max(), MODEL), dtype=x.dtype)
         for i, (row, n) in enumerate(zip(x, times, strict=True)):
             repeated = row.repeat_interleave(n, dim=0)
             rows[i, : len(repeated)] = repeated
-        return self.down(self.up(rows).tanh()).sum(1)
+        return rows
 
 
-class Placed(nn.Module):
+class Placed(Lengthened):
     """The same, with as many places of a long table, which no part of it is worth a product."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.out = nn.Linear(MODEL, HIDDEN), nn.Linear(HIDDEN, 1)
-        self.up, self.down = nn.Linear(MODEL, HIDDEN), nn.Linear(HIDDEN, MODEL)
         self.place, self.drop = nn.Linear(MODEL, HIDDEN), nn.Dropout(0.0)
         self.register_buffer("table", torch.randn(5000, MODEL))
 
     def forward(self, x: Tensor) -> Tensor:
-        times = (self.out(self.into(x).tanh())[..., 0] * 4).abs().ceil().long()
-        rows = torch.zeros((len(x), times.sum(1).max(), MODEL), dtype=x.dtype)
-        for i, (row, n) in enumerate(zip(x, times, strict=True)):
-            repeated = row.repeat_interleave(n, dim=0)
-            rows[i, : len(repeated)] = repeated
+        rows = self.lengthened(x)
         middle = len(self.table) // 2  # type: ignore[arg-type]
         places = self.drop(self.table[middle : middle + rows.shape[1]])  # type: ignore[index]
         return self.down((self.up(rows) + self.place(places)).tanh()).sum(1)
