@@ -244,3 +244,17 @@ def test_a_plan_cut_short_is_named_in_every_command(folder, tmp_path):
     assert line.startswith(f"{copy}/plan.json: not JSON (")
     assert "Restore" in line
     assert fails("verify", f"{folder}/own.py:build", copy) == line
+
+
+def test_slices_of_the_sequence_are_tried_out_too(llama, tmp_path):
+    run("plan", llama, "--tp", 2, "-o", tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["slices"]["boundaries"][0]["kind"] == "scatter"
+    data["notes"] = ["by hand"]
+    (tmp_path / "same.json").write_text(json.dumps(data))
+    assert run("shard", llama, "--plan", tmp_path / "same.json", "-o", tmp_path / "cut").exit_code == 0
+    del data["slices"]["boundaries"][0]
+    (tmp_path / "less.json").write_text(json.dumps(data))
+    line = fails("shard", llama, "--plan", tmp_path / "less.json", "-o", tmp_path / "out")
+    assert line.startswith(f"{tmp_path}/less.json: with it, rank 0 cannot run the model with slices of the sequence: ")
+    assert not (tmp_path / "out").exists()

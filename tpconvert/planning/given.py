@@ -1,13 +1,15 @@
 """A plan that was read from a file, held to the module that it is given for.
 
 What tpconvert wrote was proved when it was made.  What somebody changed since is run dry as the first and the last
-rank, and compared with what the module asks for where these axes are cut; that the numbers are right only values show.
+rank, with slices of the sequence too where it has them, and compared with what the module asks for where these axes are
+cut; that the numbers are right only values show.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -40,15 +42,18 @@ def hold_given(
         return
     module, apart, known = light(module), norms_apart(plan), load_rules(rules)
     trace = captured(module, inputs, known, apart)
-    for rank in sorted({0, plan.tp - 1}):
+    sliced = (False,) if plan.slices.reason else (False, True)
+    for rank, slices in product(sorted({0, plan.tp - 1}), sliced):
         local = copied(module)
         try:
-            parallelize(local, plan, dry_mesh(rank, plan.tp))
+            parallelize(local, plan, dry_mesh(rank, plan.tp), sequence_parallel=slices)
             _compare(trace, captured(local, inputs, known, apart), rank)
         except PlanError as error:
             raise PlanError(f"{where}: {error.message}", hint=error.hint or MEND) from None
         except SourceError as error:
-            raise PlanError(f"{where}: with it, rank {rank} cannot run the model: {error.message}", hint=MEND) from None
+            form = " with slices of the sequence" if slices else ""
+            why = f"{where}: with it, rank {rank} cannot run the model{form}: {error.message}"
+            raise PlanError(why, hint=MEND) from None
     plain = replace(plan, boundaries=tuple(replace(b, sliced=None, moved=False) for b in plan.boundaries))
     try:
         hold(plain, trace, trace, rules)
