@@ -52,8 +52,8 @@ def hold_given(
             raise PlanError(f"{where}: {error.message}", hint=error.hint or MEND) from None
         except SourceError as error:
             form = " with slices of the sequence" if slices else ""
-            why = f"{where}: with it, rank {rank} cannot run the model{form}: {error.message}"
-            raise PlanError(why, hint=MEND) from None
+            text = f"{where}: with it, rank {rank} cannot run the model{form}: {error.message}"
+            raise PlanError(text, hint=MEND) from None
     plain = replace(plan, boundaries=tuple(replace(b, sliced=None, moved=False) for b in plan.boundaries))
     try:
         hold(plain, trace, trace, rules)
