@@ -158,11 +158,20 @@ class ReorderedSum(Mlp):
         return h.transpose(1, 2).reshape(h.shape).sum(1)
 
 
+class Windows(Mlp):
+    """One of the sizes that it is seen in is a tensor of one number."""
+
+    def between(self, h: Tensor) -> Tensor:
+        number = torch.div(h.size(1), 3, rounding_mode="trunc")
+        return h.view(h.size(0), number, 3, h.size(2)).softmax(2).flatten(1, 2)
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], str, list[dict[str, Any]]]] = {
     "spatial gate": (SpatialGate, "down.weight", [{"x": noise(2, LENGTH, WIDTH)}, {"x": noise(3, LENGTH, WIDTH)}]),
     "squares": (Squares, "q.weight", [{"x": noise(2, 5, WIDTH)}, {"x": noise(3, 7, WIDTH)}]),
     "involution": (Involution, "kernel.weight", [{"x": noise(2, 3, 8, 8)}, {"x": noise(3, 3, 6, 6)}]),
     "graph": (Graph, "up.weight", [{"x": noise(5, WIDTH), "edges": torch.tensor([[0, 1, 2, 4], [1, 2, 3, 0]])}]),
+    "windows": (Windows, "up.weight", [{"x": noise(2, 6, WIDTH)}, {"x": noise(3, 9, WIDTH)}]),
     "rescaled": (Rescaled, "up.weight", [{"x": noise(2, 5, WIDTH)}, {"x": noise(3, 7, WIDTH)}]),
     "rescaled view": (RescaledView, "up.weight", [{"x": noise(2, 5, WIDTH)}]),
     "remembers": (Remembers, "", [{"x": noise(2, 5, WIDTH)}, {"x": noise(3, 7, WIDTH)}]),

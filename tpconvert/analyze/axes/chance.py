@@ -22,7 +22,8 @@ def block_chance(ax: Axes) -> None:
     free = inputs - {a for node in ax.trace.parameters.values() for t in ax.of(node) for a in leaves(t)}
     for node, sites in ax.sites.items():
         for site in sites:
-            made = expression(argument(node, site.path))
+            size = argument(node, site.path)
+            made = expression(size) if isinstance(size, int) else None  # a tensor of one number may be given as a size
             if not isinstance(made, tuple) or made[0] != "dim" or not isinstance(made[1].meta["shape"], tuple):
                 continue
             asked = leaves(ax.of(made[1])[made[2]])
