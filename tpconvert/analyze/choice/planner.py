@@ -54,7 +54,7 @@ class Planner:
         ``training`` tells what differs in train mode and at other sizes, and which modules cannot be rewritten since
         their forwards do something else there.
         """
-        wanted = dict(rewritten)
+        wanted = {path: why for path, why in rewritten.items() if self.meets_parts(path)}  # or its axis was given up
         for placed in self.flow.placed:
             if placed.host is None and placed.call is not None:
                 wanted.setdefault(
@@ -146,6 +146,16 @@ class Planner:
                         out |= self.flow.atoms(n)
         out |= self.summed_over([p.node for p in self.flow.placed if p.host is None and _is_at(p.call, path)])
         return {c.atom for a, c in self.candidates.items() if a in out}
+
+    def meets_parts(self, path: str) -> bool:
+        """Whether the own forward of a module is given, makes or hands on a rank's part of anything."""
+        calls = self.ax.trace.calls
+        own = [c for c in calls if c.module == path]
+        near = [*own, *(c for c in calls if c.parent in own)]
+        values = {n for c in near for n in (*c.inputs.values(), *c.outputs.values())}
+        return bool(self.atoms_inside(path)) or any(
+            n in self.flow.cut or n in self.flow.partial or n in self.flow.gathered for n in values
+        )
 
     def summed_over(self, nodes: Iterable[fx.Node]) -> set[Term]:
         """The cut atoms that values are sums over, from where each sum began."""
