@@ -129,6 +129,7 @@ def main(traceback: bool) -> None:
     metavar="TP_PLAN",
     help="Compare with a tp_plan: a JSON file, or own for the one the model brings along.",
 )
+@click.option("--branches", is_flag=True, help="Look at branches that the example inputs do not take; takes longer.")
 @force_option
 @json_option
 @all_option
@@ -140,15 +141,16 @@ def plan(
     out: Path | None,
     form: str | None,
     theirs: str | None,
+    branches: bool,
     force: bool,
     as_json: bool,
     every: bool,
     **opening: Any,
 ) -> None:
     """Show what would be cut, what stays whole, and why."""
-    if form and (theirs or as_json or every):
+    if form and (theirs or as_json or every or branches):
         raise click.UsageError(
-            "--format prints the plan as others write it: no --check-against, --json or --all with it."
+            "--format prints the plan as others write it: no --check-against, --json, --all or --branches with it."
         )
     if theirs and out:
         raise click.UsageError("--check-against writes no plan: no --out with it.")
@@ -156,7 +158,7 @@ def plan(
         raise PlanError(f"{out}: exists already.", hint="Use --force to replace it, or choose another output.")
     if form:
         return told_as(form, source, tp, overrides, rules, out, opening)
-    opened, made = planned(source, tp, overrides, rules, None, opening)
+    opened, made = planned(source, tp, overrides, rules, None, opening, branches=branches)
     made = fingerprinted(made)
     if theirs:
         return compared(opened, made, theirs, as_json)

@@ -39,11 +39,13 @@ def planned(
     rules: tuple[str, ...],
     plan_file: str | None,
     opening: dict[str, Any],
+    *,
+    branches: bool = False,
 ) -> tuple[Source, Plan]:
     """The SOURCE, opened, and a plan for it."""
     check_plan_options(tp, overrides, plan_file)
     opened = open_named(source, opening)
-    return opened, plan_of(opened, tp, overrides, rules, plan_file)
+    return opened, plan_of(opened, tp, overrides, rules, plan_file, branches=branches)
 
 
 def told_as(
@@ -112,6 +114,7 @@ def plan_of(
     plan_file: str | None,
     *,
     judged: bool = False,
+    branches: bool = False,
 ) -> Plan:
     """A plan of an opened SOURCE: that of a file, or a new one; ``judged`` is one that is proved or disproved next."""
     if plan_file and judged:
@@ -133,6 +136,7 @@ def plan_of(
             overrides=overrides,
             rules=tuple(map(Path, rules)),
             source=opened.description,
+            branches=branches,
         )
 
 

@@ -18,8 +18,8 @@ from tpconvert.analyze.ops.rules import load_rules
 from tpconvert.errors import PlanError
 from tpconvert.parallel import dry_mesh, parallelize
 from tpconvert.planning import make_plan
+from tpconvert.planning.calls.sizes import OtherSizes, resized
 from tpconvert.planning.make import captured
-from tpconvert.planning.sizes import OtherSizes, resized
 from tpconvert.spec.plan import Plan
 
 

@@ -16,7 +16,7 @@ from tests.zoo.frame import seeded, words
 from tpconvert.errors import PlanError, VerifyError
 from tpconvert.parallel import Mesh, dry_mesh, parallelize
 from tpconvert.planning import make_plan
-from tpconvert.planning.proof.ways import ids_of, packed, padded, restarting, ways
+from tpconvert.planning.calls.ways import ids_of, packed, padded, restarting, ways
 from tpconvert.spec.plan import Plan
 from tpconvert.verify import compare_on_rank, emulate_module
 

@@ -12,10 +12,11 @@ from typing import Any
 from torch import nn
 
 from tpconvert.analyze.capture.run import Inputs
+from tpconvert.analyze.trace.copies import light
 from tpconvert.errors import PlanError, VerifyError
 from tpconvert.formats.layerwise import Layers, Misfit, Style, cut_within, layers
 from tpconvert.planning.layers import norms_apart
-from tpconvert.planning.make import captured, light, make_plan
+from tpconvert.planning.make import captured, make_plan
 from tpconvert.planning.reproduce import reproduce
 from tpconvert.spec.plan import Edit, Plan
 

@@ -17,13 +17,13 @@ from torch import nn
 
 from tpconvert.analyze.capture.run import Inputs, Trace
 from tpconvert.analyze.ops.rules import load_rules
-from tpconvert.analyze.trace.copies import copied
+from tpconvert.analyze.trace.copies import copied, light
 from tpconvert.errors import PlanError, SourceError, VerifyError
 from tpconvert.parallel import parallelize
 from tpconvert.parallel.comm.mesh import dry_mesh
 from tpconvert.parallel.fits import check_plan
 from tpconvert.planning.layers import norms_apart
-from tpconvert.planning.make import captured, light
+from tpconvert.planning.make import captured
 from tpconvert.planning.proof.held import hold
 from tpconvert.spec.plan import MEND, Plan
 

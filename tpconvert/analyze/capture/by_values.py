@@ -24,14 +24,22 @@ SIZED = frozenset(["arange", "empty", "full", "ones", "rand", "randn", "zeros"])
 WRITTEN = frozenset(["tensor", "as_tensor", "scalar_tensor", "full", "ones", "zeros", "arange", "linspace", "eye"])
 """Ops that make a tensor of numbers alone."""
 
+UNFILLED = frozenset(["empty", "empty_like", "new_empty", "empty_strided"])
+"""Ops that give memory that nothing was written to; with values it holds zeros, the same at every run."""
 
-def is_written(node: fx.Node) -> bool:
-    """Whether a value is made of the numbers in a forward alone: a question about it has one answer for all calls."""
+
+def is_written(node: fx.Node, sizes: bool = False) -> bool:
+    """Whether a value is made of the numbers in a forward alone: a question about it has one answer for all calls.
+
+    With ``sizes``, or of these and sizes of the inputs: one answer for all calls of these sizes.
+    """
     pending, seen = [node], {node}
     while pending:
         made = pending.pop()
         op, operands = made.meta["op"], made.all_input_nodes
-        if made.op != "call_function" or is_random(op) or (not operands and op not in WRITTEN) or _is_sized(made):
+        if made.op != "call_function" or is_random(op) or (not operands and op not in WRITTEN):
+            return False
+        if not sizes and _is_sized(made):
             return False
         pending += [n for n in operands if n not in seen]
         seen.update(operands)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from tpconvert.analyze.capture.by_values import is_written, shaped_by_values
+from tpconvert.analyze.capture.by_values import UNFILLED, is_written, shaped_by_values
 from tpconvert.analyze.capture.parts import APART, in_parts
-from tpconvert.analyze.trace.call import Call
+from tpconvert.analyze.trace.call import Call, Noted, Turn, listed
 from tpconvert.analyze.trace.entering import Entered
-from tpconvert.analyze.trace.provenance import Expression, Formulas, Int
+from tpconvert.analyze.trace.provenance import Int
 from tpconvert.analyze.trace.trees import Held, constant_slots, fresh, is_plain, tensor_slots, tensors_in
 from tpconvert.analyze.watch import running
 from tpconvert.analyze.watch.gradients import is_foreign, mark_differentiable, showing_functions, watch, watches
@@ -33,39 +34,28 @@ CONCRETE = QUESTIONS | {"__len__", "__hash__"}
 EXPORTS = frozenset(["untyped_storage", "storage", "__dlpack__", "__array__", "data_ptr"])
 """Give the memory itself away, to code that no mode sees."""
 
-UNFILLED = frozenset(["empty", "empty_like", "new_empty", "empty_strided"])
-"""Give memory that nothing was written to; with values it holds zeros, the same at every run."""
-
 _PLAIN = int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
-
-
-class Noted(Formulas):
-    """Expressions that fed a formula; the call under way is told when a tensor's size did, and what it compared."""
-
-    def __init__(self, stack: list[Call]) -> None:
-        super().__init__()
-        self.stack = stack
-
-    def append(self, expression: Expression) -> None:
-        """One more."""
-        super().append(expression)
-        if self.stack:
-            self.stack[-1].feed(expression)
-
-    def decided(self, question: Callable[[Any, Any], bool], left: Expression, right: Expression, answer: bool) -> None:
-        """The call under way compared two integers."""
-        if self.stack:
-            self.stack[-1].decided[question, left, right] = answer
 
 
 class Recorder(TorchFunctionMode):
     """Writes a node for each torch function called while it is active."""
 
     def __init__(
-        self, module: nn.Module, values: bool, shadow: Any, rules: Any, input_gradients: bool, apart: Set[str]
+        self,
+        module: nn.Module,
+        values: bool,
+        shadow: Any,
+        rules: Any,
+        input_gradients: bool,
+        apart: Set[str] = frozenset(),
+        turned: Set[Turn] = frozenset(),
+        most: int | None = None,
     ) -> None:
         super().__init__()
         self.module, self.values, self.shadow, self.apart = module, values, shadow, apart
+        self.turned = frozenset(turned)
+        self.most = most or sys.maxsize
+        self.told = {(path, number): answer for path, number, answer in turned}
         self.rules, self.input_gradients = rules, input_gradients
         self.below = Below(self)
         self.hiding = 0  # more than 0 while the inside of an op is run, which a rule speaks for
@@ -211,8 +201,11 @@ class Recorder(TorchFunctionMode):
         """Run and record an op."""
         if name in QUESTIONS and self.stack:
             asked = {self.node_for(t) for t in tensors_in((args, kwargs))}
-            self.stack[-1].asked = self.stack[-1].asked or ("" if all(map(is_written, asked)) else name)
             self.read |= asked
+            if not all(map(is_written, asked)):
+                self.stack[-1].asked = self.stack[-1].asked or name
+            if not all(is_written(n, sizes=True) for n in asked):
+                return self.answer(self.stack[-1], func, name, args, kwargs)
         if name in EXPORTS or (name == "__set__" and func.__self__.__name__ == "data"):
             self.read |= {self.node_for(t) for t in tensors_in((args, kwargs))}
         if name in ("__len__", "numel", "nelement") and self.stack:
@@ -249,11 +242,21 @@ class Recorder(TorchFunctionMode):
             self.record(func, name, args, kwargs, out, outs, inplace)
         return out
 
+    def answer(self, call: Call, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What a forward is told of values: yes, no or a number may be another than they say."""
+        found = func(*args, **kwargs) if self.shadow is None else self.shadow.execute(self, func, name, args, kwargs)
+        if type(found) in (bool, int, float, list):
+            found = self.told.get((call.module, len(call.answers)), found)
+            call.answers.append((found, running.line()))
+        return listed(found)
+
     def record(
         self, func: Any, name: str, args: Any, kwargs: Any, out: Any, outs: list[torch.Tensor], inplace: bool
     ) -> None:
         """Write one op."""
         call = self.stack[-1] if self.stack else None
+        if len(self.graph.nodes) > self.most:
+            raise RuntimeError(f"more than {self.most} ops")
         node = self.graph.create_node("call_function", func, self.map(tuple(args)), self.map(kwargs))
         node.meta.update(op=name, call=call, val=out, own_backward=is_foreign(func) and self.rules.get(name) is None)
         node.meta |= marks()

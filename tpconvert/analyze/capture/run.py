@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from tpconvert.analyze.capture.idle import without_idle
 from tpconvert.analyze.capture.recorder import Inputs, Recorder, is_inplace, mutated_alias
-from tpconvert.analyze.trace.call import Call, Trace
+from tpconvert.analyze.trace.call import Call, Trace, Turn
 from tpconvert.analyze.trace.draws import settled
 from tpconvert.analyze.trace.entering import has_floats
 from tpconvert.analyze.trace.provenance import remembering
@@ -58,28 +58,36 @@ def capture(
     rules: Any = None,
     drawn: float | None = None,
     apart: Set[str] = frozenset(),
+    turned: Set[Turn] = frozenset(),
+    most: int | None = None,
 ) -> Trace:
     """Record ``module(**inputs)`` (or ``module(*inputs)``) and return its trace.
 
     ``values`` keeps a copy of every op's result.  ``shadow`` answers value questions on meta tensors
     (:class:`tpconvert.analyze.watch.shadow.Shadow`).  ``rules`` say which custom autograd functions are one op, the
     shipped ones unless given.  Floating inputs take part in differentiation: a whole model gives them a gradient.
-    ``apart`` are modules whose norms are recorded as the means and products they are made of.
+    ``apart`` are modules whose norms are recorded as the means and products they are made of.  Where a forward asks
+    values for yes, no or a number, ``turned`` says what it is told, so that other branches are seen; one that does more
+    than ``most`` ops fails.
     Random numbers come from a fixed state; a single one that the forward draws from [0, 1) is ``drawn`` if given.
     Raises SourceError, with the failing line of the module's own code, where the forward fails.
     """
     from tpconvert.analyze.ops.rules import load_rules
 
-    rules = load_rules() if rules is None else rules
+    known = load_rules() if rules is None else rules
+
+    def recorder(input_gradients: bool) -> Recorder:
+        return Recorder(module, values, shadow, known, input_gradients, apart, turned, most)
+
     try:
         with settled(drawn):
-            return _captured(module, inputs, Recorder(module, values, shadow, rules, True, apart), drawn)
+            return _captured(module, inputs, recorder(True), drawn)
     except SourceError:
         if not has_floats(inputs):
             raise
         # a forward that does to its inputs what cannot be differentiated has no gradients of them
         with settled(drawn):
-            return _captured(module, inputs, Recorder(module, values, shadow, rules, False, apart), drawn)
+            return _captured(module, inputs, recorder(False), drawn)
 
 
 def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder, drawn: float | None) -> Trace:
@@ -107,6 +115,7 @@ def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder, drawn: floa
         recorder.by_data,
         recorder.rules,
         drawn,
+        recorder.turned,
         frozenset(recorder.apart),
     )
     if not recorder.values:

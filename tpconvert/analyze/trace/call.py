@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
-from tpconvert.analyze.trace.provenance import Expression, dims_read
+from tpconvert.analyze.trace.provenance import Expression, Formulas, dims_read
+
+Answer = bool | int | float | Sequence[Any]
+Turn = tuple[str, int, Answer]
+"""A module's path, which of the questions about values that its own forward asks, and what it is told."""
+
+
+def listed(answer: Any) -> Any:
+    """An answer as a forward gets it, whose lists are no one else's."""
+    return [*map(listed, answer)] if isinstance(answer, list | tuple) else answer
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +35,8 @@ class Call:
     arguments: Any = None
     asked: str = ""
     """A question about values that its own forward asked of a tensor, so that it may take another path another time."""
+    answers: list[tuple[Answer, str]] = field(default_factory=list)
+    """What its own forward was told where it asked values for yes or no, or for numbers, and at which line."""
     sized: list[tuple[fx.Node, int]] = field(default_factory=list)
     """The dims of tensors whose sizes its own forward made a number of."""
     fed: list[Expression] = field(default_factory=list)
@@ -61,6 +73,25 @@ class Call:
         return call is not None
 
 
+class Noted(Formulas):
+    """Expressions that fed a formula; the call under way is told when a tensor's size did, and what it compared."""
+
+    def __init__(self, stack: list[Call]) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def append(self, expression: Expression) -> None:
+        """One more."""
+        super().append(expression)
+        if self.stack:
+            self.stack[-1].feed(expression)
+
+    def decided(self, question: Callable[[Any, Any], bool], left: Expression, right: Expression, answer: bool) -> None:
+        """The call under way compared two integers."""
+        if self.stack:
+            self.stack[-1].decided[question, left, right] = answer
+
+
 @dataclass(slots=True, eq=False)
 class Trace:
     """A captured forward."""
@@ -86,6 +117,8 @@ class Trace:
     """The op rules it was captured with, by name."""
     drawn: float | None = None
     """What each draw of a single number from [0, 1) gave, where it was asked for."""
+    turned: frozenset[Turn] = frozenset()
+    """What was told of values in place of what they are."""
     apart: frozenset[str] = frozenset()
     """Modules whose norms were recorded as what they are made of."""
 

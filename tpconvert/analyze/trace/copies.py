@@ -94,3 +94,20 @@ def _refusing(error: Exception) -> Any:
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called, as lists of modules cannot; a scripted one must not be asked itself."""
     return getattr_static(type(module), "forward", None) is not nn.Module.forward
+
+
+MANY = 50_000_000
+"""Parameters from which a forward is run without their values rather than with them."""
+
+
+def light(module: nn.Module) -> nn.Module:
+    """The module itself if it is small, else a copy whose parameters are on meta: planning copies and runs it."""
+    if sum(p.numel() for p in module.parameters() if not p.is_meta) <= MANY:
+        return module
+    return without_values(module)
+
+
+def without_values(module: nn.Module) -> nn.Module:
+    """A copy whose parameters are on meta."""
+    memo = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in module.parameters()}
+    return copied(module, memo)

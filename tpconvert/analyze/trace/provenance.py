@@ -85,6 +85,9 @@ class Int(int):
         self.formulas.decided(operator.ne, self.expression, 0, answer)
         return answer
 
+    def __neg__(self) -> Int:
+        return Int(-int(self), (operator.sub, 0, self.expression), self.formulas)
+
     __hash__ = int.__hash__
 
 
@@ -151,7 +154,7 @@ def _forgetting(name: str) -> Any:
 for _name in ("and", "or", "xor", "lshift", "rshift", "divmod"):
     setattr(Int, f"__{_name}__", _forgetting(f"__{_name}__"))
     setattr(Int, f"__r{_name}__", _forgetting(f"__r{_name}__"))
-for _name in ("bit_length", "bit_count"):
+for _name in ("bit_length", "bit_count", "__abs__", "__invert__"):
     setattr(Int, _name, _forgetting(_name))
 
 

@@ -15,6 +15,9 @@ from torch import nn
 from tpconvert.analyze.trace.call import Call
 from tpconvert.errors import SourceError
 
+FOREIGN = frozenset(["torch", "tpconvert", "contextlib"])
+"""Packages whose lines are not those of a forward."""
+
 
 def runs_in(function: Any) -> bool:
     """Whether a call of ``function`` is on the stack, a few frames up."""
@@ -37,6 +40,16 @@ def marks() -> dict[str, bool]:
             return {"added": True} if name.startswith("tpconvert.parallel.") else {}
         frame = frame.f_back
     return {}
+
+
+def line() -> str:
+    """The innermost line that runs, as ``file:line``, of code that is neither torch's nor this package's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in FOREIGN:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 @contextmanager
@@ -129,7 +142,7 @@ def forward_failed(module: nn.Module, error: Exception) -> SourceError:
     while tb is not None:
         code = tb.tb_frame.f_code
         package = tb.tb_frame.f_globals.get("__name__", "").split(".")[0]
-        if package not in ("torch", "tpconvert", "contextlib"):
+        if package not in FOREIGN:
             where = f"{code.co_filename}:{tb.tb_lineno} in {code.co_name}: "
         tb = tb.tb_next
     text = " ".join(str(error).split()) or "no message"

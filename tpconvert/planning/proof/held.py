@@ -56,7 +56,7 @@ class NotWrittenError(VerifyError):
     """A trace asks for a forward to be written anew that the plan leaves as it is."""
 
     def __init__(self, rewrite: Rewrite) -> None:
-        super().__init__(f"The forward of {rewrite.module} would have to be written anew.")
+        super().__init__(f"The forward of {rewrite.module or 'the model'} would have to be written anew.")
         self.module, self.why = rewrite.module, rewrite.reason
 
 
@@ -66,11 +66,13 @@ def hold(
     other: Trace,
     rules: Sequence[Path] = (),
     evaluation: Callable[[Axes], Any] | None = None,
+    guarded: bool = False,
 ) -> Held:
     """``plan``, made from ``trace``, with what ``other`` needs as well.
 
     ``other`` is of training, or, where ``evaluation`` is given, of another call in evaluation; that tells of the axes
-    there what training does otherwise.  Raises VerifyError where ``other`` asks for another layout, another summed
+    there what training does otherwise.  With ``guarded``, it is no matter what forwards that are written anew would do
+    on ``other``: they refuse such a call.  Raises VerifyError where ``other`` asks for another layout, another summed
     gradient, another collective or another edit.
     """
     reproduced = reproduce(other, plan, rules)
@@ -83,14 +85,15 @@ def hold(
         axes = {reproduced.names[a] for a in draft.forbidden}
         raise NotHeldError(next(iter(draft.forbidden.values())), axes)
     found = draft.plan
-    forms = _forms(plan, found, called, evaluation is not None)
+    forms = _forms(plan, found, called, evaluation is not None, guarded)
     its = {name: reproduced.names[c.atom] for c, name in planner.names.items()}
     told = heard_of(plan, other.parameters)
     have, want = ({_unnamed(b): b for b in bs if b.module in called & also} for bs in (told, found.boundaries))
-    if have.keys() != want.keys():
-        item = min(have.keys() ^ want.keys(), key=repr)
+    untold = {_unnamed(b) for b in plan.boundaries} - have.keys()  # others of an axis' siblings may be met here
+    if (lacking := want.keys() - have.keys() - untold) or have.keys() - want.keys():
+        item = min(lacking | (have.keys() - want.keys()), key=repr)
         axes = {have[b].axis for b in have.keys() - want.keys()}
-        axes |= {its.get(want[b].axis, "") for b in want.keys() - have.keys()}
+        axes |= {its.get(want[b].axis, "") for b in lacking}
         raise NotHeldError(f"{item.module}: only one of them needs a {item.kind} at its {item.side}.", axes - {""})
     new = also - called
 
@@ -120,19 +123,21 @@ def heard_of(plan: Plan, used: Container[str]) -> list[Boundary]:
     return [b for b in plan.boundaries if b.axis not in names and not f"{b.module}.".startswith(owners)]
 
 
-def _forms(plan: Plan, found: Plan, called: set[str], both: bool) -> tuple[Rewrite, ...]:
+def _forms(plan: Plan, found: Plan, called: set[str], both: bool, guarded: bool) -> tuple[Rewrite, ...]:
     """The forwards that are written anew, in the form of each trace where they differ and ``both`` were recorded."""
     out = list(plan.rewrites)
     for rewrite in found.rewrites:
         own = [r for r in plan.rewrites if r.module == rewrite.module]
         if not own and (rewrite.module in called or not both):
             raise NotWrittenError(rewrite)
-        if not both or any(same_forward(r, rewrite) for r in own):
+        if not both or any(same_forward(r, rewrite) for r in own) or (guarded and own):
             continue
         for mine in own:
             if mine.signature == rewrite.signature:
                 if (checked := stricter(mine, rewrite)) is None:
-                    raise VerifyError(f"The forward of {rewrite.module} is called alike and takes another path.")
+                    raise VerifyError(
+                        f"The forward of {rewrite.module or 'the model'} is called alike and takes another path."
+                    )
                 out[out.index(mine)] = checked
                 break
         else:

@@ -83,7 +83,15 @@ def _prove_rank(
     try:
         with eval_mode(local, training):
             shadow = Shadow() if needs_shadow(local) else None
-            found = capture(local, inputs, shadow=shadow, rules=trace.rules, drawn=trace.drawn, apart=trace.apart)
+            found = capture(
+                local,
+                inputs,
+                shadow=shadow,
+                rules=trace.rules,
+                drawn=trace.drawn,
+                apart=trace.apart,
+                turned=trace.turned,
+            )
     except SourceError as error:
         return [Fault(getattr(error, "module", ""), f"its forward fails on rank {rank}: {error.message}")]
     shapes = _compare(trace, found, local, choice, {r.module for r in plan.rewrites}, rank)

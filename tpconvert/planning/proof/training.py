@@ -10,6 +10,7 @@ Each capture is made when it is first asked for.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set
 from functools import cached_property
 from typing import Any
 
@@ -20,13 +21,14 @@ from tpconvert.analyze.axes.run import Axes, tensors
 from tpconvert.analyze.axes.terms import Term, find, leaves
 from tpconvert.analyze.capture.run import Inputs, Trace, capture
 from tpconvert.analyze.rewrite.spelling import Limit
+from tpconvert.analyze.trace.call import Turn
 from tpconvert.analyze.trace.copies import copied
 from tpconvert.analyze.trace.draws import DROPS, ENDS
 from tpconvert.analyze.trace.trees import floats_as
 from tpconvert.analyze.watch.shadow import Shadow, needs_shadow
 from tpconvert.errors import SourceError
+from tpconvert.planning.calls.sizes import OtherSizes
 from tpconvert.planning.proof.compare import Calls, Place, constants_that_differ
-from tpconvert.planning.sizes import OtherSizes
 
 NORMS = frozenset(["batch_norm", "instance_norm"])
 """Ops with a flag for training; their rule holds with the flag and without."""
@@ -159,7 +161,13 @@ class Training:
         return found, left
 
     def captured(
-        self, inputs: Inputs, training: bool, dtype: torch.dtype | None = None, drawn: float | None = None
+        self,
+        inputs: Inputs,
+        training: bool,
+        dtype: torch.dtype | None = None,
+        drawn: float | None = None,
+        turned: Set[Turn] = frozenset(),
+        most: int | None = None,
     ) -> Trace | str:
         """A capture of a copy, or why the forward fails."""
         from tpconvert.planning.make import eval_mode
@@ -168,8 +176,9 @@ class Training:
         try:
             with eval_mode(module, training=training):
                 shadow = Shadow() if needs_shadow(module) else None
+                rules, apart = self.trace.rules, self.trace.apart
                 return capture(
-                    module, inputs, shadow=shadow, rules=self.trace.rules, drawn=drawn, apart=self.trace.apart
+                    module, inputs, shadow=shadow, rules=rules, drawn=drawn, apart=apart, turned=turned, most=most
                 )
         except SourceError as error:
             return error.message

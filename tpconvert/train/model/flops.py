@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tpconvert.analyze.trace.trees import map_tensors
 from tpconvert.errors import TPConvertError
+from tpconvert.planning.calls.sizes import resized
 from tpconvert.planning.make import captured
-from tpconvert.planning.sizes import resized
 from tpconvert.source import Source
 
 PEAKS = (

@@ -12,9 +12,9 @@ from torch import nn
 from tpconvert.analyze.capture.run import Trace, capture
 from tpconvert.analyze.ops.rules import load_rules
 from tpconvert.errors import SourceError
+from tpconvert.planning.calls.otherwise import differing, touched
+from tpconvert.planning.calls.ways import ways
 from tpconvert.planning.layers import norms_apart
-from tpconvert.planning.proof.otherwise import differing, touched
-from tpconvert.planning.proof.ways import ways
 from tpconvert.planning.reproduce import reproduce
 from tpconvert.spec.plan import Plan
 from tpconvert.verify.compare.asked import Asked, asked, sliced_flow

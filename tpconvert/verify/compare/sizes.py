@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tpconvert.analyze.trace.trees import tensors_in
-from tpconvert.planning.sizes import resized
+from tpconvert.planning.calls.sizes import resized
 
 SHORTER = 3
 """How many tokens are left off."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpconvert.errors import PlanError
-from tpconvert.planning.proof.ways import packed, ways
+from tpconvert.planning.calls.ways import packed, ways
 from tpconvert.source.blame import told
 from tpconvert.verify.compare.sizes import other_size
 from tpconvert.verify.measure.decided import Decisions

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tpconvert.analyze.capture.run import Inputs
+from tpconvert.analyze.trace.call import Turn
 
 MASK, POSITIONS = "attention_mask", "position_ids"
 """The arguments of a forward by which it is told of padding and of places."""
@@ -27,7 +28,13 @@ class Way:
 
     name: str
     """What is other about it, as it goes on after "with" or "without"."""
-    inputs: dict[str, Any]
+    inputs: Inputs
+    turned: frozenset[Turn] = frozenset()
+    """What its forward is told of values in place of what they are."""
+    large: bool = False
+    """Whether its inputs are so large that it is run without values."""
+    asked: bool = False
+    """Whether it answers a question of the forward otherwise."""
 
 
 def ways(module: nn.Module, inputs: Inputs) -> Iterator[Way]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,17 @@ class OtherSizes:
         sizes = sorted({t.n for t in self.free.values() if t.n > 1})
         for group in (sizes, *([n] for n in sizes if len(sizes) > 1), [1]):
             yield from self.among(self.free, group)
+
+    @property
+    def roots(self) -> list[Term]:
+        """What may change, each once."""
+        return list(dict.fromkeys(find(t) for t in self.free.values()))
+
+    def to(self, sizes: Mapping[Term, int]) -> Any:
+        """The inputs with some of these changed."""
+        changed = {at: sizes[find(t)] for at, t in self.free.items() if find(t) in sizes}
+        shapes = ([changed.get((i, d), n) for d, n in enumerate(s)] for i, s in enumerate(self.shapes))
+        return resized(self.inputs, shapes)
 
     def among(self, dims: dict[tuple[int, int], Term], sizes: Sequence[int]) -> Iterator[tuple[Any, set[Term]]]:
         """The same, with those of ``dims`` changed that have one of ``sizes``."""
