@@ -62,7 +62,7 @@ def make_plan(
     names with ``*``, or ``PATTERN=gathered``: layers of these that would stay whole are cut by themselves, and what
     they return is gathered; ``rules`` are TOML files that add op rules and patterns.  ``source`` is kept in the plan as
     it is.  With ``branches`` the plan is held to the sides of branches that the example inputs do not take as well,
-    which takes two to four times as long.
+    which takes 1.5 to 4 times as long.
 
     Raises PlanError where nothing can be planned, RuleError for an override or rule that is wrong or matches
     nothing, SourceError where the forward fails.
