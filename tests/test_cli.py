@@ -1,9 +1,9 @@
 """One test a command, as a user types it."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -178,12 +178,18 @@ def write_letters(folder):
     fast.save_pretrained(folder)
 
 
+def computed_by_children() -> float:
+    """Seconds of processors: what else a machine does makes them no more, as it does those of a clock."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def test_help_answers_at_once():
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = computed_by_children()
         done = subprocess.run([sys.executable, "-m", "tpconvert", "--help"], capture_output=True, text=True, check=True)
-        times.append(time.perf_counter() - start)
+        times.append(computed_by_children() - start)
     assert "reshard" in done.stdout
     assert min(times) < 0.3
 

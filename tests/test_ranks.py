@@ -30,7 +30,7 @@ def one_dies(mesh):
 
 
 def one_sleeps(mesh):
-    time.sleep(30 if mesh.rank == 1 else 0)
+    time.sleep(300 if mesh.rank == 1 else 0)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
@@ -42,17 +42,25 @@ def test_dp_ranks_are_the_outer_axis(run_ranks):
     assert run_ranks(place, 2, "hello", dp=2) == [("hello", r, d, 2.0) for d in (0, 1) for r in (0, 1)]
 
 
+def begun(pool):
+    """The time at which ranks stand that have imported all; a busy machine takes as long for that as it likes."""
+    assert pool.run(place, 2, "here") == [("here", rank, 0, 2.0) for rank in range(2)]
+    return time.monotonic()
+
+
 def test_a_failing_dying_or_hanging_rank_fails_the_test_and_the_pool_recovers():
     pool = Pool(2)
     try:
-        start = time.monotonic()
+        start = begun(pool)
         with pytest.raises(RankFailedError, match=r"Rank 1 failed:\n(.|\n)*ValueError: rank 1 has had enough"):
             pool.run(one_raises, 2)
-        assert time.monotonic() - start < 15 and not pool.ranks
+        assert time.monotonic() - start < 30 and not pool.ranks  # rank 0 would have waited for 90 s
+        begun(pool)
         with pytest.raises(RankFailedError, match=r"Rank \d died|Rank 0 failed"):
             pool.run(one_dies, 2)
-        with pytest.raises(RankFailedError, match=r"Ranks \[1\] gave no answer within 1 s"):
-            pool.run(one_sleeps, 2, timeout=1)
+        begun(pool)
+        with pytest.raises(RankFailedError, match=r"Ranks \[1\] gave no answer within 10 s"):
+            pool.run(one_sleeps, 2, timeout=10)
     finally:
         pool.close()
 
