@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -343,21 +344,21 @@ def test_a_failure_inside_torch_names_the_users_line_that_led_there() -> None:
         traced(lambda self, x: self.layer(x), layer=nn.Linear(5, 4))
 
 
-def test_a_forward_that_asks_for_ranks_is_noted_once() -> None:
+@pytest.mark.parametrize("initialized", [torch.distributed.is_initialized, lambda: torch.distributed.is_initialized()])
+def test_a_forward_that_asks_for_ranks_is_told_once(initialized: Callable[[], bool]) -> None:
     def contrast(self: Runs, x: Tensor) -> Tensor:
         for _ in range(2):
-            if torch.distributed.is_initialized():
+            if initialized():
                 x = x / torch.distributed.get_world_size()
         return self.norm(x)
 
-    (note,) = traced(contrast, norm=nn.BatchNorm1d(4)).notes
-    assert note.startswith("the model: its forward asks torch.distributed for ranks, of which those of tp are no other")
-    assert not traced(lambda self, x: self.norm(x), norm=nn.SyncBatchNorm(4)).notes
+    assert traced(contrast, norm=nn.BatchNorm1d(4)).ranks == ("",)
+    assert not traced(lambda self, x: self.norm(x), norm=nn.SyncBatchNorm(4)).ranks
 
 
-def test_a_forward_that_takes_a_seed_from_the_machine_is_noted() -> None:
-    (note,) = traced(lambda self, x: x + 0 * torch.seed() % 2).notes
-    assert note.startswith("the model: its forward takes seeds from the machine (torch.seed), so ranks draw other")
+def test_a_forward_that_takes_a_seed_from_the_machine_is_told() -> None:
+    trace = traced(lambda self, x: x + 0 * torch.seed() % 2)
+    assert trace.seeds == ("",) and not trace.ranks
 
 
 def test_a_trace_holds_no_activations() -> None:

@@ -15,6 +15,7 @@ from tpconvert.errors import PlanError
 from tpconvert.parallel.calls.boundaries import add_boundaries
 from tpconvert.parallel.calls.kept import keep, refuse_converted
 from tpconvert.parallel.calls.rewrite import rewritten_forms
+from tpconvert.parallel.calls.surroundings import surround
 from tpconvert.parallel.comm.collectives import parts_of, take
 from tpconvert.parallel.comm.mesh import Mesh
 from tpconvert.parallel.comm.random import add_switches
@@ -81,6 +82,7 @@ def parallelize(
         become(module.get_submodule(path), forward=rewritten_forms(module.get_submodule(path), forms, mesh, graphs))
     add_boundaries(module, boundaries, mesh)
     add_switches(module, plan.switches, mesh)
+    surround(module, plan, mesh)
     sum_together(module, mesh)
     keep(module, plan, mesh)
     return module

@@ -49,6 +49,8 @@ def _modules(module: nn.Module, plan: Plan) -> None:
         "rewrites": plan.rewrites,
         "switches": plan.switches,
         "unreached": plan.unreached,
+        "ranks": plan.ranks,
+        "seeds": plan.seeds,
         "slices.boundaries": plan.slices.boundaries,
         "slices.switches": plan.slices.switches or (),
         "slices.whole": plan.slices.whole,

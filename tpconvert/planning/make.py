@@ -44,6 +44,9 @@ from tpconvert.planning.reproduce import NotHeldError
 from tpconvert.planning.slices import sliced_once, with_slices
 from tpconvert.spec.plan import Plan, Slices
 
+RANKS = "asks torch.distributed for ranks: once converted, it is shown those of dp, since those of tp hold the same"
+SEEDS = "takes seeds from the machine (torch.seed): once converted, all ranks of tp take the same"
+
 
 def make_plan(
     module: nn.Module,
@@ -160,7 +163,7 @@ class Planning:
             self.begin(Axes(self.trace, self.trace.rules, layers))
 
     def with_others(self, plan: Plan) -> Plan:
-        """The plan with what is known of all calls that were captured: what they reach, and what they return."""
+        """The plan with what is known of all calls that were captured: what they reach, return and ask for."""
         asked = plan.unreached or plan.slices.unreached
         trained = self.training.other if asked else vars(self.training).get("other")  # not captured for this alone
         traces = [t for t in (self.trace, trained, *self.otherwise.traces) if t is not None]
@@ -172,7 +175,8 @@ class Planning:
         if plan.slices.unreached is not None:
             plan = replace(plan, slices=replace(plan.slices, unreached=left(plan.slices.unreached)))
         returns = {kind_of(slot) for trace in traces for slot in trace.outputs}
-        return replace(plan, unreached=left(plan.unreached), returns=tuple(sorted(returns)))
+        plan = replace(plan, unreached=left(plan.unreached), returns=tuple(sorted(returns)))
+        return with_asked(plan, traces)
 
     def settle(self) -> Plan:
         """Draft and prove until a plan holds."""
@@ -310,6 +314,15 @@ def _asked_by(error: VerifyError, planner: Planner) -> set[Term]:
     """The chosen axes that an error is about, where it says so."""
     axes = error.axes if isinstance(error, NotHeldError) else frozenset()
     return {c.atom for c, name in planner.names.items() if name in axes}
+
+
+def with_asked(plan: Plan, traces: Sequence[Trace]) -> Plan:
+    """The plan with the modules that ask for what is another thing on each rank, and a note of each."""
+    ranks = tuple(dict.fromkeys(path for trace in traces for path in trace.ranks))
+    seeds = tuple(dict.fromkeys(path for trace in traces for path in trace.seeds))
+    notes = [f"{path or 'the model'}: its forward {RANKS}" for path in ranks]
+    notes += [f"{path or 'the model'}: its forward {SEEDS}" for path in seeds]
+    return replace(plan, ranks=ranks, seeds=seeds, notes=(*plan.notes, *notes))
 
 
 def captured(module: nn.Module, inputs: Inputs, rules: Any = None, apart: Set[str] = frozenset()) -> Trace:

@@ -9,7 +9,8 @@ A plan holds, for one module and one tp degree,
 * the :class:`Rewrite` list: modules whose forward is replaced by their own recorded graph,
 * the :class:`Slices`: what differs where values between regions are slices of the tokens,
 * the modules that are ``unreached``: what they would do among terms of sums is not known,
-* the slots of what the model ``returns``: what it returns elsewhere was not looked at.
+* the slots of what the model ``returns``: what it returns elsewhere was not looked at,
+* the modules that ask for ``ranks``, and those that take ``seeds`` from the machine.
 
 It is JSON that a person can read, diff and edit.
 """
@@ -215,6 +216,11 @@ class Plan:
     """Modules that no captured forward called, held by one whose own forward sees terms of sums: not to be called."""
     returns: tuple[str, ...] = ()
     """Slots of the tensors that captured calls returned, numbers further in ``*``; empty where that is not known."""
+    ranks: tuple[str, ...] = ()
+    """Modules whose own forward asks torch.distributed for ranks: they are shown those of dp alone, since the others
+    hold the same data."""
+    seeds: tuple[str, ...] = ()
+    """Modules whose own forward takes seeds from the machine: all ranks of tp take the same."""
     notes: tuple[str, ...] = ()
     """Guesses and warnings, in words."""
     source: dict[str, Any] = field(default_factory=dict)

@@ -69,6 +69,7 @@ class Recorder(TorchFunctionMode):
         self.own = parameters_of(module)
         self.formulas = Noted(self.stack)
         self.notes: list[str] = []
+        self.asked: dict[str, list[str]] = {"ranks": [], "seeds": []}  # what is another thing on each rank -> modules
         self.counts: dict[str, int] = {}
         self.nodes: dict[int, fx.Node] = {}  # id(tensor) -> its newest node
         self.reads: list[tuple[Call | None, fx.Node, torch.dtype]] = []  # dtypes asked for, oldest first
@@ -94,7 +95,7 @@ class Recorder(TorchFunctionMode):
             stack.enter_context(self.following_calls())
             stack.enter_context(descending_into_functionals())
             stack.enter_context(running.seeing_casts(self.stack))
-            stack.enter_context(running.seeing_ranks(self.stack, self.notes))
+            stack.enter_context(running.seeing_ranks(self.stack, self.asked))
             if self.shadow is not None:
                 stack.enter_context(self.shadow.active(self))
             stack.enter_context(torch.enable_grad())

@@ -117,6 +117,8 @@ def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder, drawn: floa
         drawn,
         recorder.turned,
         frozenset(recorder.apart),
+        tuple(recorder.asked["ranks"]),
+        tuple(recorder.asked["seeds"]),
     )
     if not recorder.values:
         _let_go(recorder)

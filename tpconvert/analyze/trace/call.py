@@ -121,6 +121,10 @@ class Trace:
     """What was told of values in place of what they are."""
     apart: frozenset[str] = frozenset()
     """Modules whose norms were recorded as what they are made of."""
+    ranks: tuple[str, ...] = ()
+    """Modules whose own forward asked torch.distributed for ranks."""
+    seeds: tuple[str, ...] = ()
+    """Modules whose own forward took a seed from the machine."""
 
     @property
     def nodes(self) -> list[fx.Node]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -53,23 +54,21 @@ def line() -> str:
 
 
 @contextmanager
-def descending_into_functionals() -> Iterator[None]:
-    """Record what Python-level functionals do inside, instead of the functional as one op.
+def descending_into_functionals(functionals: types.ModuleType = F) -> Iterator[None]:
+    """Show a mode what Python-level functionals do inside, instead of the functional as one op.
 
     They ask ``has_torch_function`` first and hand themselves over whole when a mode is active; for the duration
-    that question is answered no.  Builtins do not ask in Python and are recorded as ever.
+    that question is answered no.  Builtins do not ask in Python and are shown as ever.
     """
-    names = [
-        n for n in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic") if hasattr(F, n)
-    ]
-    saved = {n: getattr(F, n) for n in names}
-    for n in names:
-        setattr(F, n, _no)
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    saved = {n: getattr(functionals, n) for n in names if hasattr(functionals, n)}
+    for n in saved:
+        setattr(functionals, n, _no)
     try:
         yield
     finally:
         for n, function in saved.items():
-            setattr(F, n, function)
+            setattr(functionals, n, function)
 
 
 @contextmanager
@@ -99,36 +98,44 @@ def seeing_casts(stack: list[Call]) -> Iterator[None]:
         torch.is_autocast_enabled = ask
 
 
-_RANKS = (
-    "asks torch.distributed for ranks, of which those of tp are no other data; what it exchanges with them is not "
-    "planned, so verify on ranks"
-)
-_SEEDS = "takes seeds from the machine (torch.seed), so ranks draw other numbers; seed them alike instead"
-
-
 @contextmanager
-def seeing_ranks(stack: list[Call], notes: list[str]) -> Iterator[None]:
-    """Note the modules whose own forward asks for what is another thing on each rank: ranks, or a seed."""
-    names = [(torch.distributed, name) for name in ("is_initialized", "get_world_size", "get_rank")]
-    saved = [(owner, name, getattr(owner, name)) for owner, name in (*names, (torch, "seed")) if hasattr(owner, name)]
+def seeing_ranks(stack: list[Call], asked: dict[str, list[str]]) -> Iterator[None]:
+    """Write down the modules whose own forward asks for what is another thing on each rank: ranks, or a seed.
 
-    def noting(ask: Any, what: str) -> Any:
+    Whatever torch.distributed is asked, under whichever name its functions were imported, it asks for its world.
+    """
+
+    def note(kind: str) -> None:
+        if stack and _asker() not in ("torch", "tpconvert") and stack[-1].module not in asked[kind]:
+            asked[kind].append(stack[-1].module)
+
+    def noting(ask: Any, kind: str) -> Any:
         def asking(*args: Any, **kwargs: Any) -> Any:
-            by = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
-            note = f"{(stack[-1].module if stack else '') or 'the model'}: its forward {what}"
-            if stack and by not in ("torch", "tpconvert") and note not in notes:
-                notes.append(note)
+            note(kind)
             return ask(*args, **kwargs)
 
         return asking
 
-    for owner, name, ask in saved:
-        setattr(owner, name, noting(ask, _SEEDS if owner is torch else _RANKS))
+    names = [(torch, "seed"), (torch.cuda, "seed"), (torch.cuda, "seed_all")]
+    changes = [(owner, name, getattr(owner, name), noting(getattr(owner, name), "seeds")) for owner, name in names]
+    if dist.is_available():
+        world = vars(type(dist.group))["WORLD"]
+        changes.append((type(dist.group), "WORLD", world, property(noting(world.fget, "ranks"), world.fset)))
+    for owner, name, _, new in changes:
+        setattr(owner, name, new)
     try:
         yield
     finally:
-        for owner, name, ask in saved:
-            setattr(owner, name, ask)
+        for owner, name, old, _ in changes:
+            setattr(owner, name, old)
+
+
+def _asker() -> str:
+    """The package whose code asked torch.distributed, or for a seed."""
+    frame: types.FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").split(".")[0] if frame is not None else ""
 
 
 def _no(*args: Any) -> bool:

@@ -16,7 +16,7 @@ each rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -71,8 +71,13 @@ class Tape:
 
 def cut_seed(rank: int) -> int:
     """The seed of a cut stream that begins now; the whole stream of the CPU moves on by one number."""
-    drawn = int(torch.randint(SEEDS, (), dtype=torch.int64, device="cpu"))  # from the CPU: no wait for a GPU
-    return CUT * SEEDS + (drawn + rank * APART) % SEEDS
+    return CUT * SEEDS + (drawn(torch.default_generator) + rank * APART) % SEEDS
+
+
+def drawn(source: torch.Generator) -> int:
+    """A seed from a generator of the CPU, so that no GPU is waited for; no mode takes it for a draw of the model's."""
+    with torch._C.DisableTorchFunction():
+        return int(torch.randint(SEEDS, (), dtype=torch.int64, device="cpu", generator=source))
 
 
 @dataclass(eq=False)
@@ -120,6 +125,32 @@ class Streams:
             for d, state in self.whole.items():
                 generator(d).set_state(state)
             self.whole = {}
+
+    @contextmanager
+    def sharing(self, rank: int) -> Iterator[Callable[[], int]]:
+        """Within it, what is yielded gives seeds that are the same on all tp ranks, though numbers be drawn cut.
+
+        A forward seeds its generators with them.  Where numbers were cut, they are again when it has ended.
+        """
+        cut, whole, cpu = self.cut, dict(self.whole), torch.device("cpu")
+        source = torch.default_generator
+        if cut and whole:
+            source = torch.Generator().set_state(whole[cpu])
+        seeds: list[torch.Generator] = []
+
+        def seed() -> int:
+            if not seeds:
+                seeds.append(torch.Generator().manual_seed(drawn(source)))
+            return drawn(seeds[0])
+
+        try:
+            yield seed
+        finally:
+            if cut and whole and seeds:
+                self.whole = whole | {cpu: source.get_state()}
+            if cut and not self.cut:
+                for device in whole:
+                    generator(device).manual_seed(CUT * SEEDS + (seed() + rank * APART) % SEEDS)
 
 
 def generator(device: torch.device) -> torch.Generator:
