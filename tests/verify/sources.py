@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -124,9 +125,14 @@ def normed():
     return seeded(lambda: nn.Sequential(*layers)), (floats(5, 12),)
 
 
+def rank() -> int | None:
+    """The rank of this process, though the model be shown those of dp alone; None where it is not one of several."""
+    return dist.get_process_group_ranks(dist.group.WORLD)[dist.get_rank()] if dist.is_initialized() else None
+
+
 def fault_on_a_rank(y: Tensor) -> Tensor:
     """Fails where ranks run, not where the plan is made."""
-    if dist.is_initialized() and dist.get_rank() == 1:
+    if rank() == 1:
         raise ArithmeticError("this rank cannot add")
     return y
 
@@ -150,7 +156,7 @@ def neither():
 
 def death_of_a_rank(y: Tensor) -> Tensor:
     """Dies where ranks run, as for lack of memory."""
-    if dist.is_initialized() and dist.get_rank() == 1:
+    if rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return y
 
@@ -165,7 +171,7 @@ def waiting():
 
     def wait(y: Tensor) -> Tensor:
         if dist.is_initialized():
-            dist.barrier(dist.new_group([0, 1])) if dist.get_rank() else signal.pause()
+            dist.distributed_c10d._get_default_store().wait(["never"], timedelta(1)) if rank() else signal.pause()
         return y
 
     return after(wait)

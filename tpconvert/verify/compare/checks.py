@@ -15,25 +15,34 @@ from torch import Tensor, nn
 from tpconvert.analyze.trace.copies import copied
 from tpconvert.analyze.trace.entering import Entered
 from tpconvert.analyze.trace.trees import map_tensors
-from tpconvert.checkpoint.tensors.pieces import gather_pieces, take_pieces
+from tpconvert.checkpoint.tensors.pieces import take_pieces
 from tpconvert.errors import NotRunError, TPConvertError, VerifyError
 from tpconvert.parallel import Mesh, clip_grad_norm_, parallelize
+from tpconvert.parallel.calls.surroundings import surround
 from tpconvert.parallel.comm.collectives import summed
 from tpconvert.planning.slices import divided
 from tpconvert.source.blame import told
 from tpconvert.spec.plan import Plan
-from tpconvert.verify.compare.recording import Record, Recording
-from tpconvert.verify.compare.ways import compare_other_size, compare_ways
+from tpconvert.verify.compare.recording import Record, Recording, pends
+from tpconvert.verify.compare.ways import LOOSE, compare_other_size, compare_random, compare_ways
+from tpconvert.verify.measure.dealt import Deal
 from tpconvert.verify.measure.decided import Decisions, apart
 from tpconvert.verify.measure.dtypes import dtype_of, generators, precision
 from tpconvert.verify.measure.lastbits import measured, nudge, restore, state, widened
-from tpconvert.verify.measure.modes import Exact, Widened, call, perturb, refusal, takes_gradients, tensors_of
-from tpconvert.verify.measure.values import UNEQUAL, form, gradient_of, largest, loss_of, relative, spread_of
+from tpconvert.verify.measure.modes import (
+    Exact,
+    Widened,
+    call,
+    differentiate,
+    perturb,
+    refusal,
+    takes_gradients,
+    tensors_of,
+)
+from tpconvert.verify.measure.values import UNEQUAL, densify, form, gradient_of, largest, loss_of, relative, spread_of
 from tpconvert.verify.result import FLOAT32, FLOAT64, Check, Result, Tolerance
 
 STEPS, RATE, SEED = 2, 1e-2, 0
-LOOSE = 1e-5
-"""For a model as it is, which may go down to float32 inside."""
 
 
 @torch.inference_mode(False)
@@ -57,6 +66,7 @@ def compare_on_rank(
     """
     perturb(whole, seed)
     whole, inputs = whole.to(mesh.device), map_tensors(lambda t: t.to(mesh.device), inputs)
+    surround(whole, plan, mesh)  # it would be shown the ranks of tp as well
     tolerance, inputs = precision(whole, inputs, tolerances)
     before = state(whole) if mesh.rank == 0 else {}
     local = copied(whole)
@@ -69,7 +79,7 @@ def compare_on_rank(
     if pair.lacks:
         raise NotRunError(pair.lacks)
     pair.run_steps()
-    pair.run_dropout()
+    compare_random(pair)
     if mesh.rank:
         return None
 
@@ -114,6 +124,8 @@ class Pair:
         self.trains = True
         self.lacks = "No gradients were compared."
         self.mislaid = False
+        self.chance: Decisions | None = None
+        """What fell by chance in the last forward of the whole model that was differentiated."""
 
     def add(self, kind: str, name: str, error: float, mode: str, bound: float | None = None) -> None:
         """One check."""
@@ -136,6 +148,10 @@ class Pair:
             if module is self.whole:
                 raise
             raise VerifyError(f"The converted model fails where the whole one runs: {told(error)}") from error
+
+    def decisions(self) -> Decisions:
+        """What is to fall alike for both."""
+        return Decisions(self.dtype, Deal(self.plan, self.mesh.rank, self.mesh.degree))
 
     def run_modes(self) -> None:
         """Outputs in eval, with and without autograd, and in train mode; gradients in both."""
@@ -175,11 +191,11 @@ class Pair:
                 whole = self.run(self.whole)
         with self.plain():
             local = self.run(self.local)
-        if self.over_ranks(apart(whole, local)) > self.bound:  # which ties may be the cause of
-            decisions = Decisions(self.dtype)
-            with self.plain(), decisions.of(True):
+        if self.over_ranks(apart(whole, local)) > self.bound:  # which ties and draws may be the cause of
+            decisions = self.decisions()
+            with self.plain(), self.mesh.streams.holding(), decisions.of(True):
                 whole = self.run(self.whole)
-            with self.plain(), decisions.of(False):
+            with self.plain(), self.mesh.streams.holding(), decisions.of(False):
                 local = self.run(self.local)
         return whole, local
 
@@ -202,7 +218,7 @@ class Pair:
         takes = takes_gradients(copied(self.whole), self.inputs, self.dtype, mode == "train")  # it may keep what it saw
         if mode == "train" and not takes and (why := refusal(copied(self.whole), self.inputs, self.dtype)):
             return self.ungraded(f"Train mode was not compared: the whole model does not run in it ({why}).")
-        entered, decisions = [Entered(self.inputs, takes) for _ in records], Decisions(self.dtype)
+        entered, decisions = [Entered(self.inputs, takes) for _ in records], self.decisions()
         for module, record, given in zip((self.whole, self.local), records, entered, strict=True):
             module.train(mode == "train")
             module.zero_grad(set_to_none=True)
@@ -216,16 +232,19 @@ class Pair:
         if local_loss is None:
             raise VerifyError("The converted model has no output to take a gradient of; the whole one has.")
         self.add("loss", "loss", relative(local_loss, whole_loss, spread_of(whole)), named)
-        self.drops = bool(self.over_ranks(max(*rates, *local_rates, 0.0, 0.0)))
+        self.chance = decisions
+        self.drops = bool(decisions.drawn) or bool(self.over_ranks(max(*rates, *local_rates, 0.0, 0.0)))
         if rates or local_rates:
             self.add("dropout rates", "every dropout", self.over_ranks(0.0 if rates == local_rates else UNEQUAL), named)
         self.part(records)
-        with self.exact():
-            try:
-                whole_loss.backward()
-            except Exception as error:  # a backward of its own may be for training alone, and a cache for one step
-                return self.ungraded(f"The whole model has no gradients in {mode} mode ({told(error)}).")
-            local_loss.backward()
+        decisions = self.decisions()  # a backward may run forwards again
+        try:
+            with self.exact(), decisions.of(True):
+                differentiate(whole_loss)
+        except Exception as error:  # a backward of its own may be for training alone, and a cache for one step
+            return self.ungraded(f"The whole model has no gradients in {mode} mode ({told(error)}).")
+        with self.exact(), decisions.of(False):
+            differentiate(local_loss)
         if named != mode and self.lost(named):
             return
         self.trains, self.lacks = True, ""
@@ -293,7 +312,7 @@ class Pair:
                 clip_grad_norm_(self.local, limit, self.mesh, self.plan),
             ]
             self.add("gradient norm", f"step {step + 1}", self.over_ranks(relative(norms[1], norms[0])), "train")
-            decisions = Decisions(self.dtype)
+            decisions = self.decisions()
             for module in (self.whole, self.local):
                 with torch.no_grad():
                     for p in module.parameters():
@@ -301,7 +320,7 @@ class Pair:
                             p -= RATE * p.grad
                 module.zero_grad(set_to_none=True)
                 with self.exact(), decisions.of(module is self.whole):
-                    loss_of(self.run(module)).backward()  # type: ignore[union-attr]  # it was there in train mode
+                    differentiate(loss_of(self.run(module)))  # type: ignore[arg-type]  # it was there in train mode
                 densify(module)
         for kind in ("parameter", "buffer"):
             whole, local = (
@@ -309,26 +328,6 @@ class Pair:
             )
             for name, parts in self.parts(kind, lambda n, local=local: local[n].detach()):  # type: ignore[misc]
                 self.add("after 2 steps", name, self.worst(name, parts, whole[name].detach(), 0.0), "train")
-
-    def run_dropout(self) -> None:
-        """With dropout, ranks that hold the same must get the same: whole values draw the same numbers everywhere."""
-        if not self.drops or not self.trains:
-            return
-        self.local.zero_grad(set_to_none=True)
-        with self.plain():
-            output = self.run(self.local)
-            loss_of(output).backward()  # type: ignore[union-attr]
-        bound = max(self.bound, LOOSE)
-        for name, tensor in tensors_of(output):
-            if tensor.is_floating_point():
-                mean = summed(tensor.detach(), self.mesh) / self.mesh.degree
-                self.add("replicas", name, self.over_ranks(relative(tensor, mean)), "train", bound)
-        local = _named(self.local.named_parameters)
-        found = dict(self.parts("parameter", lambda name: gradient_of(local[name])))
-        floor = self.floor * max((largest(p) for parts in found.values() for p in parts), default=0.0)
-        for name, parts in found.items():
-            first = gather_pieces(parts, self.plan[name].layout, self.plan[name].shape)
-            self.add("replicas", f"gradient of {name}", self.worst(name, parts, first, floor), "train", bound)
 
     def worst(self, name: str, parts: list[Tensor], want: Tensor, floor: float) -> float:
         """The largest error of any rank's part; ranks that share entries are each held to the same value."""
@@ -354,19 +353,11 @@ class Pair:
             if self.over_ranks(0.0 if same_shape else UNEQUAL) or other is None:
                 continue
             error = self.over_ranks(relative(other, tensor))
-            if error > self.bound and self.pends(path):
+            if error > self.bound and pends(self.plan, path):
                 error = self.over_ranks(relative(summed(other, self.mesh), tensor))
             if error > self.bound:
                 self.parted = self.parted or f"{path or 'the model'} ({slot})"
                 return
-
-    def pends(self, path: str) -> bool:
-        """Whether a module may return a term of a sum, which is made further on."""
-        summing = [b.module for b in self.plan.boundaries if b.kind == "reduce" and b.side == "output"]
-        summing += [r.module for r in self.plan.rewrites]
-        if any(b.kind == "reduce" and b.side == "input" for b in self.plan.boundaries):
-            return True
-        return any(path != m and (not m or path.startswith(f"{m}.")) for m in summing)
 
     def note(self, text: str) -> None:
         """Say something, once."""
@@ -384,10 +375,3 @@ class Pair:
 
 def _named(source: Any) -> dict[str, Tensor]:
     return dict(source(remove_duplicate=False))
-
-
-def densify(module: nn.Module) -> None:
-    """Make sparse gradients dense."""
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.to_dense()

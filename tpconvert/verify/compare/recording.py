@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tpconvert.analyze.watch.unseen import transforming
+from tpconvert.spec.plan import Plan
 from tpconvert.verify.measure.modes import tensors_of
 
 Record = dict[tuple[str, str], Tensor]
@@ -40,3 +41,12 @@ class Recording:
     def __exit__(self, *error: object) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+def pends(plan: Plan, path: str) -> bool:
+    """Whether a module may return a term of a sum, which is made further on."""
+    summing = [b.module for b in plan.boundaries if b.kind == "reduce" and b.side == "output"]
+    summing += [r.module for r in plan.rewrites]
+    if any(b.kind == "reduce" and b.side == "input" for b in plan.boundaries):
+        return True
+    return any(path != m and (not m or path.startswith(f"{m}.")) for m in summing)

@@ -1,20 +1,26 @@
-"""The two models called in other ways: at another size, with padding hidden, with packed documents."""
+"""The two models called in other ways: at another size, with padding hidden, with packed documents, at random."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from tpconvert.checkpoint.tensors.pieces import gather_pieces
 from tpconvert.errors import PlanError
+from tpconvert.parallel.comm.collectives import summed
 from tpconvert.planning.calls.ways import packed, ways
 from tpconvert.source.blame import told
 from tpconvert.verify.compare.sizes import other_size
-from tpconvert.verify.measure.decided import Decisions
-from tpconvert.verify.measure.modes import tensors_of
+from tpconvert.verify.measure.modes import differentiate, tensors_of
+from tpconvert.verify.measure.values import UNEQUAL, gradient_of, largest, loss_of, relative
 
 if TYPE_CHECKING:
     from tpconvert.verify.compare.checks import Pair
+
+LOOSE = 1e-5
+"""For a model as it is, which may go down to float32 inside."""
 
 
 def compare_other_size(pair: Pair) -> None:
@@ -66,7 +72,7 @@ def _outputs(pair: Pair, mode: str, said: str) -> str:
     """Compare what both return in evaluation; or why the whole model gives no numbers."""
     for module in (pair.whole, pair.local):
         module.eval()
-    with torch.no_grad(), pair.exact(), (decisions := Decisions(pair.dtype)).of(True):
+    with torch.no_grad(), pair.exact(), (decisions := pair.decisions()).of(True):
         try:
             whole = pair.run(pair.whole)
         except Exception as error:
@@ -76,3 +82,41 @@ def _outputs(pair: Pair, mode: str, said: str) -> str:
     with torch.no_grad(), pair.exact(), decisions.of(False):
         pair.outputs(whole, pair.run(pair.local), mode)
     return ""
+
+
+def compare_random(pair: Pair) -> None:
+    """With dropout and other draws, ranks that hold the same must get the same.
+
+    What is drawn is looked at as well as what comes of it: a sum over ranks hides whose numbers went into it.
+    """
+    expected = pair.chance
+    if not pair.trains or not pair.drops or expected is None:
+        return
+    pair.local.zero_grad(set_to_none=True)
+    drawn = pair.decisions()
+    with pair.plain(), drawn.of(True):
+        output = pair.run(pair.local)
+    with pair.plain():
+        differentiate(loss_of(output))  # type: ignore[arg-type]
+    for name, tensor in tensors_of(output):
+        if tensor.is_floating_point():
+            _same(pair, name, tensor.detach())
+    for kind, whole, own in (("draw", expected.drawn, drawn.drawn), ("dropout", expected.dropped, drawn.dropped)):
+        for i, (op, numbers) in enumerate(whole):
+            here = own[i] if i < len(own) else ("", numbers)
+            alike = here[0] == op and here[1].shape == numbers.shape
+            if not pair.over_ranks(0.0 if alike else UNEQUAL):
+                _same(pair, f"{kind} {i + 1} ({op})", here[1].to(pair.dtype))
+    local = dict(pair.local.named_parameters(remove_duplicate=False))
+    found = dict(pair.parts("parameter", lambda name: gradient_of(local[name])))
+    floor = pair.floor * max((largest(p) for parts in found.values() for p in parts), default=0.0)
+    bound = max(pair.bound, LOOSE)
+    for name, parts in found.items():
+        first = gather_pieces(parts, pair.plan[name].layout, pair.plan[name].shape)
+        pair.add("replicas", f"gradient of {name}", pair.worst(name, parts, first, floor), "train", bound)
+
+
+def _same(pair: Pair, name: str, tensor: Tensor) -> None:
+    """Check that all ranks have this."""
+    mean = summed(tensor, pair.mesh) / pair.mesh.degree
+    pair.add("replicas", name, pair.over_ranks(relative(tensor, mean)), "train", max(pair.bound, LOOSE))

@@ -1,4 +1,7 @@
-"""Decisions between values that are equal but for rounding, taken by the converted model as the whole one took them."""
+"""What hangs on chance, for the converted model as it fell for the whole one.
+
+That is decisions between values that are equal but for rounding, and random numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tpconvert.analyze.emulate.ties import ORDERED, as_recorded
-from tpconvert.verify.measure.modes import tensors_of
+from tpconvert.verify.measure.dealt import DRAWS, Deal
+from tpconvert.verify.measure.modes import DROPOUTS, rate_of, tensors_of
 from tpconvert.verify.measure.values import relative
 
 AT = {"topk": 2, "kthvalue": 2}
@@ -18,18 +22,23 @@ AT = {"topk": 2, "kthvalue": 2}
 
 
 class Decisions:
-    """What one run, in ``dtype``, ranked, in order."""
+    """What one run, in ``dtype``, ranked and drew, each in order."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, deal: Deal) -> None:
+        self.dtype, self.deal = dtype, deal
         self.taken: list[tuple[str, Any]] = []
+        self.drawn: list[tuple[str, torch.Tensor]] = []
+        self.dropped: list[tuple[str, torch.Tensor]] = []
+        """What was zero after each dropout; where a mode leaves dropout out, its shape is all there is to know."""
 
     @contextmanager
     def of(self, first: bool) -> Iterator[None]:
-        """Within it, ``first`` runs are written down, and others take the same decisions where these are as good."""
+        """Within it, ``first`` runs are written down; others take the same decisions where these are as good, and draw
+        the same numbers, or their part of them."""
         if first:
-            self.taken.clear()
-        with _Deciding(self.taken, first, self.dtype):
+            for found in (self.taken, self.drawn, self.dropped):
+                found.clear()
+        with _Deciding(self, first):
             yield
 
 
@@ -40,16 +49,23 @@ def apart(whole: Any, local: Any) -> float:
 
 
 class _Deciding(TorchFunctionMode):
-    def __init__(self, taken: list[tuple[str, Any]], first: bool, dtype: torch.dtype) -> None:
+    def __init__(self, decisions: Decisions, first: bool) -> None:
         super().__init__()
-        self.dtype = dtype
-        self.taken, self.first, self.number = taken, first, 0
+        self.dtype, self.deal = decisions.dtype, decisions.deal
+        self.taken, self.drawn, self.dropped = decisions.taken, decisions.drawn, decisions.dropped
+        self.first, self.number, self.draws = first, 0, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         op = getattr(func, "__name__", "")
-        if op not in ORDERED or kwargs.get("out") is not None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return out
+        if op in DRAWS and kwargs.get("generator") is None and isinstance(out, torch.Tensor):
+            self.draw(op, out)
+        elif op in DROPOUTS and self.first and rate_of(*args, **kwargs) and isinstance(out, torch.Tensor):
+            self.dropped.append((op, out.detach() == 0))
+        if op not in ORDERED or kwargs.get("out") is not None:
             return out
         several = not isinstance(out, torch.Tensor)
         places = (out[1] if several else out).detach()
@@ -63,3 +79,15 @@ class _Deciding(TorchFunctionMode):
         dim = kwargs.get("dim", args[AT.get(op, 1)] if len(args) > AT.get(op, 1) else ORDERED[op])
         settled = as_recorded(args[0], dim, out, recorded[1], self.dtype)
         return type(out)(settled) if several and isinstance(settled, list) else settled
+
+    def draw(self, op: str, out: torch.Tensor) -> None:
+        """Write down what was drawn, or put in its place what the first run drew."""
+        if self.first:
+            return self.drawn.append((op, out.detach().clone()))
+        first, whole = self.drawn[self.draws] if self.draws < len(self.drawn) else ("", out)
+        self.draws += 1
+        part = self.deal.part(whole, out.shape) if first == op else None
+        if part is not None:
+            with torch.no_grad():
+                out.copy_(part)
+        return None

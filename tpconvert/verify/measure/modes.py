@@ -101,7 +101,7 @@ class Exact(Widened):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in DROPOUTS:
-            self.rates.append(_rate(*args, **kwargs))
+            self.rates.append(rate_of(*args, **kwargs))
             kept = args[0] if args else kwargs["input"]
             return (kept, torch.ones_like(kept, dtype=torch.bool)) if name == "native_dropout" else kept
         if name == "scaled_dot_product_attention":
@@ -112,7 +112,7 @@ class Exact(Widened):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _rate(input: Any = None, p: float = 0.5, training: bool = True, *_: Any, **others: Any) -> float:
+def rate_of(input: Any = None, p: float = 0.5, training: bool = True, *_: Any, **others: Any) -> float:
     """The rate of a call of dropout; ``native_dropout`` and the functions of ``torch`` say ``train``."""
     return float(p) if others.get("train", training) else 0.0
 
@@ -131,6 +131,15 @@ def _without_dropout(args: Any, kwargs: dict[str, Any]) -> tuple[float, dict[str
     if len(args) > 4:
         return float(args[4]), kwargs, (*args[:4], 0.0, *args[5:])
     return float(kwargs.get("dropout_p", 0.0)), {**kwargs, "dropout_p": 0.0}, args
+
+
+def differentiate(loss: Tensor) -> None:
+    """``loss.backward()`` with the modes that are on, which torch would put off for its duration.
+
+    A backward may run forwards again: those of checkpoints, and of layers that are reversible.
+    """
+    with descending_into_functionals(torch.autograd):
+        torch.autograd.backward(loss)
 
 
 def perturb(module: nn.Module, seed: int = 0) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpconvert.analyze.trace.trees import children
 from tpconvert.verify.measure.modes import tensors_of
@@ -90,3 +90,10 @@ def _weighted(output: Any) -> Iterator[Tensor]:
         finite = torch.where(plain, tensor, torch.zeros_like(tensor))
         finite = finite.to(torch.promote_types(tensor.dtype, torch.float32))
         yield finite * weight.to(finite) / max(tensor.numel(), 1) ** 0.5
+
+
+def densify(module: nn.Module) -> None:
+    """Make sparse gradients dense."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to_dense()
