@@ -194,6 +194,39 @@ def test_both_sides_are_equal_on_ranks(core: type[Branching], kind: str, run_ran
     assert max(run_ranks(difference, 2, plan.dumps(), core, kind)) < 1e-12
 
 
+@pytest.mark.parametrize("core", [Branching, Harmless])
+@pytest.mark.parametrize("kind", [k for k in (*VALUES, "nan") if k not in ("list", "both values")])
+def test_questions_about_values_are_answered_otherwise_where_a_forward_meets_parts(
+    core: type[Branching], kind: str
+) -> None:
+    plan = make_plan(built(core, kind), {"x": SHORT.double()}, tp=2)
+    assert ({"core.up.weight", "core.down.weight"} <= set(cut(plan))) is (core is Harmless)
+    assert core is Harmless or "at test_sides.py:" in plan["core.up.weight"].reason
+
+
+class Whole(nn.Module):
+    """Asks about whole values, and does more with them, or less; what is cut lies in another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = nn.Sequential(nn.Linear(WIDTH, 28), nn.GELU(), nn.Linear(28, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 100:
+            x = x - x.mean(-1, keepdim=True)
+        return self.core(x)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_those_about_whole_values_alone_cost_nothing_unless_asked_for(
+    branches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(Sides, "by_values", lambda self: iter(asked.append(self.near) or []))
+    plan = make_plan(seeded(Whole), {"x": SHORT}, tp=2, branches=branches)
+    assert "core.0.weight" in cut(plan) and (asked != []) is branches
+
+
 def sides(kind: str, x: Tensor = SHORT) -> list[tuple[str, bool]]:
     """The calls that are made for a branch, and whether without values."""
     trace = captured(Branching(kind), {"x": x})

@@ -64,8 +64,8 @@ def make_plan(
     branches on them.  Parameters may be on meta.  ``overrides`` are ``PATTERN=whole``, patterns of parameter or module
     names with ``*``, or ``PATTERN=gathered``: layers of these that would stay whole are cut by themselves, and what
     they return is gathered; ``rules`` are TOML files that add op rules and patterns.  ``source`` is kept in the plan as
-    it is.  With ``branches`` the plan is held to the sides of branches that the example inputs do not take as well,
-    which takes 1.5 to 4 times as long.
+    it is.  A plan is held to the sides of branches on values that the example inputs do not take, of forwards that meet
+    what is cut; with ``branches`` of all forwards, and on sizes as well, which takes 1.5 to 4 times as long.
 
     Raises PlanError where nothing can be planned, RuleError for an override or rule that is wrong or matches
     nothing, SourceError where the forward fails.

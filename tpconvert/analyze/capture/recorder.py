@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from tpconvert.analyze.capture.by_values import UNFILLED, is_written, shaped_by_values
 from tpconvert.analyze.capture.parts import APART, in_parts
-from tpconvert.analyze.trace.call import Call, Noted, Turn, listed
+from tpconvert.analyze.capture.told import GRADED, Told
+from tpconvert.analyze.trace.call import Call, Noted, Turn
 from tpconvert.analyze.trace.entering import Entered
 from tpconvert.analyze.trace.provenance import Int
 from tpconvert.analyze.trace.trees import Held, constant_slots, fresh, is_plain, tensor_slots, tensors_in
@@ -53,15 +54,14 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.module, self.values, self.shadow, self.apart = module, values, shadow, apart
-        self.turned = frozenset(turned)
         self.most = most or sys.maxsize
-        self.told = {(path, number): answer for path, number, answer in turned}
         self.rules, self.input_gradients = rules, input_gradients
         self.below = Below(self)
         self.hiding = 0  # more than 0 while the inside of an op is run, which a rule speaks for
         self.graph = fx.Graph()
         self.calls: list[Call] = []
         self.stack: list[Call] = []
+        self.told = Told(turned, self.stack, self.blind)
         self.parameters: dict[str, fx.Node] = {}
         self.names: dict[int, str] = {}
         for name, tensor in _named_tensors(module):
@@ -96,6 +96,7 @@ class Recorder(TorchFunctionMode):
             stack.enter_context(descending_into_functionals())
             stack.enter_context(running.seeing_casts(self.stack))
             stack.enter_context(running.seeing_ranks(self.stack, self.asked))
+            stack.enter_context(running.seeing_gradients(self.told.of_gradients))
             if self.shadow is not None:
                 stack.enter_context(self.shadow.active(self))
             stack.enter_context(torch.enable_grad())
@@ -194,7 +195,13 @@ class Recorder(TorchFunctionMode):
         """An op of which only what it computes from what is noted, below."""
         if name in QUESTIONS:
             self.read |= set(self.below.of_all((args, kwargs)))
-        if self.shadow is None or name in (".shape", "size", ".dtype"):
+        if name in (".shape", "size", ".dtype"):
+            return func(*args, **kwargs)
+        return self.executed(func, name, args, kwargs)
+
+    def executed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What an op returns, or its shadow's part of that on meta."""
+        if self.shadow is None:
             return func(*args, **kwargs)
         return self.shadow.execute(self, func, name, args, kwargs)
 
@@ -206,7 +213,9 @@ class Recorder(TorchFunctionMode):
             if not all(map(is_written, asked)):
                 self.stack[-1].asked = self.stack[-1].asked or name
             if not all(is_written(n, sizes=True) for n in asked):
-                return self.answer(self.stack[-1], func, name, args, kwargs)
+                return self.told.of_values(self.executed(func, name, args, kwargs))
+        if name in GRADED and self.stack and running.asks():
+            return self.told.of_gradients(func(*args, **kwargs))
         if name in EXPORTS or (name == "__set__" and func.__self__.__name__ == "data"):
             self.read |= {self.node_for(t) for t in tensors_in((args, kwargs))}
         if name in ("__len__", "numel", "nelement") and self.stack:
@@ -226,15 +235,14 @@ class Recorder(TorchFunctionMode):
                 return parts
         if self.values and is_inplace(name, kwargs):
             self.map((tuple(args), kwargs))  # a buffer met here first has the value it had before
-        out = self.shadow.execute(self, func, name, args, kwargs) if self.shadow is not None else func(*args, **kwargs)
+        out = self.executed(func, name, args, kwargs)
         if self.values and name in UNFILLED:
             out.zero_()
         if watches(func, name):
             watch(self, func, name, args, kwargs)
         if name in CONCRETE or name == ".grad_fn":
             return out
-        inplace = is_inplace(name, kwargs)
-        if not inplace:
+        if not (inplace := is_inplace(name, kwargs)):
             returned, out = out, fresh(out, args, kwargs)
             if self.shadow is not None:
                 self.shadow.renamed(returned, out)
@@ -242,14 +250,6 @@ class Recorder(TorchFunctionMode):
         if outs or inplace:
             self.record(func, name, args, kwargs, out, outs, inplace)
         return out
-
-    def answer(self, call: Call, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """What a forward is told of values: yes, no or a number may be another than they say."""
-        found = func(*args, **kwargs) if self.shadow is None else self.shadow.execute(self, func, name, args, kwargs)
-        if type(found) in (bool, int, float, list):
-            found = self.told.get((call.module, len(call.answers)), found)
-            call.answers.append((found, running.line()))
-        return listed(found)
 
     def record(
         self, func: Any, name: str, args: Any, kwargs: Any, out: Any, outs: list[torch.Tensor], inplace: bool
@@ -268,7 +268,7 @@ class Recorder(TorchFunctionMode):
         if shaped_by_values(node, inplace, self.by_data):
             self.by_data.add(node)
         if inplace:
-            target = kwargs["out"] if kwargs.get("out") is not None else args[0]
+            target = kwargs["out"] if kwargs.get("out") is not None else [*args, *kwargs.values()][0]
             for tensor in tensors_in(target):
                 self.mutated(tensor, node)
                 node.meta["val"] = tensor

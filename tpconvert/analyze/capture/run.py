@@ -115,7 +115,7 @@ def _captured(module: nn.Module, inputs: Inputs, recorder: Recorder, drawn: floa
         recorder.by_data,
         recorder.rules,
         drawn,
-        recorder.turned,
+        recorder.told.turned,
         frozenset(recorder.apart),
         tuple(recorder.asked["ranks"]),
         tuple(recorder.asked["seeds"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,6 +96,32 @@ def seeing_casts(stack: list[Call]) -> Iterator[None]:
     finally:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
         torch.is_autocast_enabled = ask
+
+
+@contextmanager
+def seeing_gradients(told: Callable[[bool], bool]) -> Iterator[None]:
+    """Let a forward that asks whether gradients are on be ``told`` what it is to know in place of the answer."""
+    names = ("is_grad_enabled", "is_inference_mode_enabled")
+    saved = {name: getattr(torch, name) for name in names}
+
+    def asking(ask: Callable[[], bool]) -> Callable[[], bool]:
+        return lambda: told(ask()) if asks() else ask()
+
+    for name, ask in saved.items():
+        setattr(torch, name, asking(ask))
+    try:
+        yield
+    finally:
+        for name, ask in saved.items():
+            setattr(torch, name, ask)
+
+
+def asks() -> bool:
+    """Whether it is a forward's own line that asks, which no line of torch's does in its place."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("tpconvert.", "torch.overrides")):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").split(".")[0] not in FOREIGN
 
 
 @contextmanager

@@ -6,7 +6,7 @@ forward has no argument to call it otherwise by.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,10 @@ class Otherwise:
         self.failures: list[str] = []
         """Why the forward could be called in no other way."""
         self.known: dict[bool, list[Seen]] = {}
+        """Those in other ways, in evaluation and in training."""
+        self.near: Set[str] | None = None
+        self.sides: dict[bool, list[Seen]] = {}
+        """Those of other sides of branches, for the modules that were :attr:`near` when these were asked for."""
         self.reached: list[Seen] = []
         """The sides of branches that were reached in evaluation."""
         self.chosen: list[tuple[Seen, Choice]] = []
@@ -97,7 +101,7 @@ class Otherwise:
     @property
     def traces(self) -> list[Trace]:
         """What was captured."""
-        return [seen.trace for mode in self.known.values() for seen in mode]
+        return [seen.trace for mode in (*self.known.values(), *self.sides.values()) for seen in mode]
 
     def held(self, plan: Plan, training: Training, flow: Flow) -> Plan:
         """The plan, whose flow is given, with what other calls need.
@@ -105,7 +109,7 @@ class Otherwise:
         Raises VerifyError where one of them asks for something else.
         """
         self.chosen = []
-        for seen in self.seen(training):
+        for seen in self.seen(training, flow, plan):
             if seen.branched and not within_reach(seen, training.trace, flow, plan):
                 continue
             self.at = seen
@@ -134,17 +138,24 @@ class Otherwise:
                 return [replace(f, why=f"{seen.way.name} {f.why}") for f in found]
         return []
 
-    def seen(self, training: Training) -> list[Seen]:
+    def seen(self, training: Training, flow: Flow, plan: Plan) -> list[Seen]:
         """The captures that a plan is held to: in evaluation, and in training too where that takes another path."""
+        near = None if self.branches else asking_near(training.trace, training.other, flow, plan)
+        if near != self.near:
+            self.near, self.sides, self.reached = near, {}, []
         for mode in (False, True):
+            if mode in self.known and mode in self.sides:
+                continue
+            elsewhere = mode and training.other is not None and bool(training.elsewhere())
             if mode not in self.known:
-                elsewhere = mode and training.other is not None and bool(training.elsewhere())
-                asked = self._asked(training, mode) if elsewhere or not mode else ()
-                self.known[mode] = [*asked, *(self._sides(training, mode, elsewhere) if self.branches else ())]
-        return [*self.known[False], *self.known[True]]
+                self.known[mode] = list(self._asked(training, mode)) if elsewhere or not mode else []
+            self.sides[mode] = list(self._sides(training, mode, elsewhere))
+        return [seen for mode in (False, True) for seen in (*self.known[mode], *self.sides[mode])]
 
     def _sides(self, training: Training, mode: bool, elsewhere: bool) -> Iterator[Seen]:
         """The sides of branches that the inputs do not take; in training what it has besides or does otherwise."""
+        if self.near is not None and not self.near:
+            return iter(())
         anew = elsewhere or not mode or asks_more(training)
         return self._branched(training, mode) if anew else self._trained(training)
 
@@ -161,7 +172,7 @@ class Otherwise:
         rules = training.trace.rules
         ax = Axes(training.other, rules) if mode and training.other is not None else training.ax
         mine = {False: Calls(ax.trace)}
-        left = [Sides(ax, Way("", training.inputs))]
+        left = [Sides(ax, Way("", training.inputs), near=self.near)]
         known = asked_in(ax.trace)
         while left:
             for side in (sides := left.pop(0)):
@@ -169,7 +180,7 @@ class Otherwise:
                 if seen is None:
                     continue
                 sides.told |= told_in(seen.trace)
-                if sides.depth < DEEPEST and (more := asked_in(seen.trace) - known):
+                if self.near is None and sides.depth < DEEPEST and (more := asked_in(seen.trace) - known):
                     left.append(Sides(Axes(seen.trace, rules), seen.way, frozenset(known), sides.depth + 1))
                     known |= more
                 self.reached += [seen] if seen.way.asked and not mode else []
@@ -217,6 +228,25 @@ def asks_more(training: Training) -> bool:
         return False
     here, there = (sum(len(c.decided) + len(c.answers) for c in t.calls) for t in (training.trace, training.other))
     return there > here
+
+
+def asking_near(trace: Trace, trained: Trace | None, flow: Flow, plan: Plan) -> frozenset[str]:
+    """The modules whose own forwards ask about values or gradients, and are given, make, pass on or return what is cut.
+
+    Whatever others do instead, they do it with whole values.
+    """
+    asking = {c.module for t in (trace, trained) if t is not None for c in t.calls if c.answers}
+    if not asking:
+        return frozenset()
+    cut = {n for n in trace.nodes if not flow.whole(n) or n in flow.gathered}
+    joined = {b.module for b in plan.boundaries if b.side == "output" and b.kind in ("reduce", "gather")}
+    met = {n.meta["call"].module for n in cut if n.meta["call"] is not None}
+    for call in trace.calls:
+        given, returned = (not cut.isdisjoint(values.values()) for values in (call.inputs, call.outputs))
+        met |= {call.module} if given or returned else set()
+        if call.parent is not None and (given or (returned and call.module not in joined)):
+            met.add(call.parent.module)
+    return frozenset(asking & met)
 
 
 def branching(mine: Calls, other: Calls) -> tuple[str, ...]:

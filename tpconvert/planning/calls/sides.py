@@ -64,17 +64,22 @@ class Sides:
     """The other sides of the branches of a forward that was captured by calling it in this ``way``.
 
     ``known`` are questions that are not asked anew (:func:`asked_in`): those of captures before.
+
+    ``near`` are modules of which alone questions are answered otherwise: of values and gradients, by yes or no or one
+    number, each time they are asked; None for all questions.
     """
 
-    def __init__(self, ax: Axes, way: Way, known: Set[Any] = frozenset(), depth: int = 1) -> None:
-        self.ax, self.way, self.known, self.depth = ax, way, known, depth
+    def __init__(
+        self, ax: Axes, way: Way, known: Set[Any] = frozenset(), depth: int = 1, *, near: Set[str] | None = None
+    ) -> None:
+        self.ax, self.way, self.known, self.depth, self.near = ax, way, known, depth, near
         self.kinds = kinds(ax.trace)
         self.told: set[Any] = set()
         """The answers that captures since have given (:func:`told_in`): these sides have been reached."""
 
     def __iter__(self) -> Iterator[list[Way]]:
         """Each by the calls of which the first that the forward takes reaches it."""
-        yield from islice(self.by_sizes(), MOST)
+        yield from islice(self.by_sizes(), MOST if self.near is None else 0)
         yield from islice(self.by_values(), MOST)
 
     # -- sizes --------------------------------------------------------------------------------------------
@@ -204,13 +209,17 @@ class Sides:
         """
         asked: dict[tuple[type, str, type], dict[str, list[tuple[int, Answer]]]] = {}
         for call in self.ax.trace.calls:
+            if self.near is not None and call.module not in self.near:
+                continue
             for number, (answer, line, time) in enumerate(timed(call)):
                 if call.index == 0 and (self.kinds[call], line, time) not in self.known:
                     paths = asked.setdefault((self.kinds[call], line, type(answer)), {})
                     paths.setdefault(call.module, []).append((number, answer))
-        for (_, line, _), paths in asked.items():
-            several = any(len(times) > 1 for times in paths.values())
-            for when, times in TIMES.items() if several else [("", slice(1))]:
+        for (_, line, kind), paths in asked.items():
+            several = self.near is None and any(len(times) > 1 for times in paths.values())
+            if self.near is not None and kind not in (bool, int, float):
+                continue
+            for when, times in TIMES.items() if several else [("", slice(None))]:
                 told = [(path, number, answer) for path, all_ in paths.items() for number, answer in all_[times]]
                 for others in zip(*(instead(answer) for *_, answer in told), strict=True):
                     where = f"at {Path(line).name}{when}"
