@@ -36,7 +36,7 @@ class Call:
     asked: str = ""
     """A question about values that its own forward asked of a tensor, so that it may take another path another time."""
     answers: list[tuple[Answer, str]] = field(default_factory=list)
-    """What its own forward was told where it asked values for yes or no or for numbers, or for gradients; at which line."""
+    """What its own forward was told where it asked for yes or no, or for numbers, of values; and at which line."""
     sized: list[tuple[fx.Node, int]] = field(default_factory=list)
     """The dims of tensors whose sizes its own forward made a number of."""
     fed: list[Expression] = field(default_factory=list)
