@@ -2,8 +2,8 @@
 
 python benchmarks/coverage.py run [--out FILE] [--ranks] [--tp N ...] [--jobs N] [-- TYPE ...]
     measures what FILE does not hold yet; stop it and start it again as you like
-python benchmarks/coverage.py render [--out FILE]
-    writes docs/coverage.md and docs/coverage.jsonl
+python benchmarks/coverage.py render [--out FILE] [--onto]
+    writes docs/coverage.md and docs/coverage.jsonl; with --onto the lines there of other types than FILE's stay
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="*", default=[], help="degrees beside 2 that are emulated")
     parser.add_argument("--jobs", type=int, default=1, help="types that are measured at a time")
     parser.add_argument("--again", action="store_true", help="measure the named types even if FILE holds them")
+    parser.add_argument("--onto", action="store_true", help="render: keep the lines of types that FILE does not hold")
     given = parser.parse_intermixed_args()
     if given.do == "render":
         from benchmarks.zoo.render import render
         from benchmarks.zoo.types import model_types
 
         limits = f"{MEMORY >> 30} GB and {SECONDS} s of computing"
-        render(given.out, ROOT / "docs", model_types(), limits)
+        render(given.out, ROOT / "docs", model_types(), limits, onto=given.onto)
     elif given.jobs > 1:
         deal(given.jobs, given)
     else:

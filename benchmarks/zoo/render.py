@@ -12,9 +12,10 @@ from benchmarks.zoo.facts import UNUSED
 from benchmarks.zoo.goals import OUTCOMES, Found, goals
 from benchmarks.zoo.whole import reasons_table
 
+PAGE_DATA = "coverage.jsonl"
 OUT = "out of memory"
 WHOLE = 6
-"""Reasons of a type that the file for machines keeps."""
+"""Reasons of a type that are counted, those of most parameters."""
 HOW_TO_READ = """\
 ## How to read it
 
@@ -57,13 +58,18 @@ WHY_NOT = (
 """Kinds of reasons for not being built, the first that fits, by what is said."""
 
 
-def render(source: Path, folder: Path, known: Sequence[str] = (), limits: str = "no limits") -> None:
+def render(
+    source: Path, folder: Path, known: Sequence[str] = (), limits: str = "no limits", *, onto: bool = False
+) -> None:
     """Write ``coverage.md`` and ``coverage.jsonl`` into a folder from the lines of a run.
 
     ``known`` are the types that there are; those without a line are counted as not measured.  ``limits`` are those
-    that the run had.
+    that the run had.  ``onto`` keeps what the folder's own file says of types that the run did not measure.
     """
-    lines = [json.loads(line) for line in _plain_errors(source.read_text()).splitlines() if line.strip()]
+    text = (folder / PAGE_DATA).read_text() if onto else ""
+    lines = [json.loads(line) for line in (text + _plain_errors(source.read_text())).splitlines() if line.strip()]
+    for line in lines:
+        line["whole"] = line.get("whole", [])[:WHOLE]  # which is what the folder's file keeps
     found = sorted({line["type"]: line for line in lines}.values(), key=lambda line: line["type"])
     for line in found:
         line["outcome"], line["why"] = outcome(line)
@@ -81,7 +87,7 @@ def render(source: Path, folder: Path, known: Sequence[str] = (), limits: str = 
     ]
     sections += [*_export(found), *_unreached(found), *_never(found), *_table(found), ""]
     (folder / "coverage.md").write_text("\n".join(sections))
-    (folder / "coverage.jsonl").write_text("".join(json.dumps(_short(line)) + "\n" for line in found))
+    (folder / PAGE_DATA).write_text("".join(json.dumps(_short(line)) + "\n" for line in found))
 
 
 def _plain_errors(text: str) -> str:
@@ -187,8 +193,9 @@ def _whole(found: list[Found]) -> list[str]:
     head = [
         "## What stays whole, and why",
         "",
-        "Of all parameters that stay whole (most are norms and biases), the reasons given most often; a parameter may",
-        "have several, one for each dim.  [Why was this left whole?](why-was-this-left-whole.md) explains each, with",
+        "Of all parameters that stay whole (most are norms and biases), the reasons given most often, of each type its",
+        f"{WHOLE} most frequent; a parameter may have several, one for each dim.",
+        "[Why was this left whole?](why-was-this-left-whole.md) explains each, with",
         "the remedy.",
         "",
     ]
@@ -291,8 +298,8 @@ def _short(line: Found) -> Found:
     keep += ("linear_cut_default", "linear_cut_reached", "linear_never")
     keep += ("whole", "linear_whole", "theirs", "theirs_differ", "theirs_no_cheaper", "more_than_theirs")
     keep += ("degrees", "way_back", "export")
-    keep += ("untouched", "rewrites", "notes", "seconds", "cpu_s", "commit")
-    found = {k: line[k] for k in keep if line.get(k) not in (None, "", [], {})} | {
-        "ranks": line.get("ranks", {}).get("outcome", "")
-    }
-    return found | {"whole": line["whole"][:WHOLE]} if "whole" in line else found
+    keep += ("untouched", "rewrites", "notes", "seconds", "cpu_s", "torch", "transformers", "date", "commit")
+    found = {k: line[k] for k in keep if line.get(k) not in (None, "", [], {})}
+    if "ranks" in line:
+        found["ranks"] = {"outcome": line["ranks"]["outcome"]}
+    return found | {"worst": line["worst"][:1]} if line.get("worst") else found

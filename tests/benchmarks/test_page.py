@@ -62,3 +62,36 @@ def test_the_page_names_no_places_of_a_machine(tmp_path):
 def test_reasons_are_counted_without_the_places_where_they_arose():
     text = "whole: dim 0: layer_norm takes its statistics (in h.*.ln (2)); dim 1: h.3.mlp: a reduce (x) has no place"
     assert reasons_of(text) == ["layer_norm takes its statistics", "a reduce (x) has no place"]
+
+
+def test_types_that_were_not_measured_anew_keep_their_lines(tmp_path):
+    line = {
+        "class": "T",
+        "parameters": 7,
+        "cut": 1.0,
+        "matrices_cut": 0.5,
+        "linear_cut": 1.0,
+        "linear_cut_default": 0.5,
+    }
+    line |= {
+        "outcome": "equal",
+        "worst": [["op", "x", "eval", 2e-15], ["op", "y", "eval", 1e-15]],
+        "way_back": "identical",
+    }
+    line |= {"whole": [[f"whole: reason {c}", 9 - n, "w [3]"] for n, c in enumerate("abcdefgh")], "rewrites": ["a"]}
+    line |= {"torch": "2", "transformers": "5", "date": "1", "commit": "old", "degrees": {"3": {"outcome": "equal"}}}
+    bad = {"outcome": "not equal", "why": "1 of 2 checks"}
+    run, docs = tmp_path / "run.jsonl", tmp_path / "docs"
+    run.write_text("".join(json.dumps(line | {"type": t, "ranks": bad}) + "\n" for t in ("a", "b")))
+    render(run, docs, ["a", "b"])
+    first = (docs / "coverage.md").read_text()
+    assert "| planned and NOT equal | 2 |" in first and "on ranks: 1 of 2 checks" in first
+    run.write_text("")
+    render(run, docs, ["a", "b"], onto=True)
+    assert (docs / "coverage.md").read_text() == first
+    run.write_text(json.dumps(line | {"type": "b", "ranks": {"outcome": "equal"}, "commit": "new"}) + "\n")
+    render(run, docs, ["a", "b"], onto=True)
+    page = (docs / "coverage.md").read_text()
+    assert "| planned and NOT equal | 1 |" in page and "old (1), new (1)" in page
+    assert "| planned and equal | 1 |" in page and "- **a** on ranks" in page and "- **b** on ranks" not in page
+    assert page.count("equal 2e-15") == 1 and page.count("| w [3] of a |") == 6
