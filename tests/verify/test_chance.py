@@ -49,6 +49,20 @@ class Heads(nn.Module):
         return self.out(v.view(b, self.heads, n, -1).transpose(1, 2).reshape(b, n, -1))
 
 
+class Channels(nn.Module):
+    """Dropout of whole channels first, which is a function of torch's around its op, and then of cut values."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)  # a rank of two has as many as come in
+
+    def forward(self, x):
+        h = F.dropout2d(x.unsqueeze(1), 0.5, self.training).squeeze(1)
+        h = F.dropout(F.dropout(h, 0.1, self.training), 0.1, self.training)
+        h = F.dropout(self.up(h).relu(), 0.5, self.training)
+        return F.dropout(self.down(h), 0.5, self.training)
+
+
 class Again(nn.Module):
     """A forward that the backward runs again, with dropout and noise."""
 
@@ -95,7 +109,7 @@ class Reversible(nn.Module):
 def built(kind):
     torch.manual_seed(0)
     models = {
-        "heads": Heads, "checkpoint": Again, "reversible": Reversible
+        "heads": Heads, "channels": Channels, "checkpoint": Again, "reversible": Reversible
     }  # fmt: skip
     module = models.get(kind, lambda: Noisy(kind))()
     return module, (torch.randn(3, 5, 8),)
@@ -106,8 +120,8 @@ def proved(mesh, kind, plan):
 
 
 @pytest.mark.parametrize(("kind", "tp"), [
-    ("like", 2), ("like", 3), ("in place", 2), ("rows", 2), ("heads", 2), ("heads", 3), ("checkpoint", 2),
-    ("reversible", 2),
+    ("like", 2), ("like", 3), ("in place", 2), ("rows", 2), ("heads", 2), ("heads", 3), ("channels", 2),
+    ("checkpoint", 2), ("reversible", 2),
 ])  # fmt: skip
 def test_a_model_that_draws_numbers_for_what_is_cut_is_proved_equal(run_ranks, kind, tp):
     plan = make_plan(*built(kind), tp=tp)

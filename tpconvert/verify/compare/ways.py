@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tpconvert.analyze.capture.run import descending_into_functionals
 from tpconvert.checkpoint.tensors.pieces import gather_pieces
 from tpconvert.errors import PlanError
 from tpconvert.parallel.comm.collectives import summed
@@ -94,7 +95,7 @@ def compare_random(pair: Pair) -> None:
         return
     pair.local.zero_grad(set_to_none=True)
     drawn = pair.decisions()
-    with pair.plain(), drawn.of(True):
+    with pair.plain(), descending_into_functionals(), drawn.of(True):  # as where the whole model was seen
         output = pair.run(pair.local)
     with pair.plain():
         differentiate(loss_of(output))  # type: ignore[arg-type]
@@ -102,11 +103,17 @@ def compare_random(pair: Pair) -> None:
         if tensor.is_floating_point():
             _same(pair, name, tensor.detach())
     for kind, whole, own in (("draw", expected.drawn, drawn.drawn), ("dropout", expected.dropped, drawn.dropped)):
-        for i, (op, numbers) in enumerate(whole):
-            here = own[i] if i < len(own) else ("", numbers)
-            alike = here[0] == op and here[1].shape == numbers.shape
-            if not pair.over_ranks(0.0 if alike else UNEQUAL):
-                _same(pair, f"{kind} {i + 1} ({op})", here[1].to(pair.dtype))
+        if pair.over_ranks(0.0 if [op for op, _ in own] == [op for op, _ in whole] else UNEQUAL):
+            continue  # it left out other layers, at random
+        for i, ((op, there), (_, here)) in enumerate(zip(whole, own, strict=True)):
+            if pair.over_ranks(0.0 if here.shape == there.shape else UNEQUAL):
+                continue
+            if kind == "draw":
+                _same(pair, f"{kind} {i + 1} ({op})", here.to(pair.dtype))
+            else:  # of terms of a sum, some ranks may have none to drop
+                kept, dropped = (summed((here == n).to(pair.dtype), pair.mesh) for n in (1, -1))
+                error = UNEQUAL if ((kept > 0) & (dropped > 0)).any() else 0.0
+                pair.add("replicas", f"{kind} {i + 1} ({op})", pair.over_ranks(error), "train")
     local = dict(pair.local.named_parameters(remove_duplicate=False))
     found = dict(pair.parts("parameter", lambda name: gradient_of(local[name])))
     floor = pair.floor * max((largest(p) for parts in found.values() for p in parts), default=0.0)

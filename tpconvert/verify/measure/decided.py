@@ -29,7 +29,7 @@ class Decisions:
         self.taken: list[tuple[str, Any]] = []
         self.drawn: list[tuple[str, torch.Tensor]] = []
         self.dropped: list[tuple[str, torch.Tensor]] = []
-        """What was zero after each dropout; where a mode leaves dropout out, its shape is all there is to know."""
+        """What each dropout kept (1), what it dropped (-1), and what was zero before (0)."""
 
     @contextmanager
     def of(self, first: bool) -> Iterator[None]:
@@ -64,7 +64,8 @@ class _Deciding(TorchFunctionMode):
         if op in DRAWS and kwargs.get("generator") is None and isinstance(out, torch.Tensor):
             self.draw(op, out)
         elif op in DROPOUTS and self.first and rate_of(*args, **kwargs) and isinstance(out, torch.Tensor):
-            self.dropped.append((op, out.detach() == 0))
+            given = (args[0] if args else kwargs["input"]).detach()  # the same as out where it was written into
+            self.dropped.append((op, (out.detach() != 0).to(torch.int8) * 2 - (given != 0).to(torch.int8)))
         if op not in ORDERED or kwargs.get("out") is not None:
             return out
         several = not isinstance(out, torch.Tensor)
