@@ -356,9 +356,17 @@ def test_a_forward_that_asks_for_ranks_is_told_once(initialized: Callable[[], bo
     assert not traced(lambda self, x: self.norm(x), norm=nn.SyncBatchNorm(4)).ranks
 
 
-def test_a_forward_that_takes_a_seed_from_the_machine_is_told() -> None:
-    trace = traced(lambda self, x: x + 0 * torch.seed() % 2)
+@pytest.mark.parametrize("seed", [
+    lambda: torch.seed(), lambda: torch.random.seed(), lambda: torch.cuda.default_generators[0].seed()
+])  # fmt: skip
+def test_a_forward_that_takes_a_seed_from_the_machine_is_told(
+    seed: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generators = (torch.Generator(),)  # as there are where a GPU is in use
+    monkeypatch.setattr("torch.cuda.default_generators", generators)
+    trace = traced(lambda self, x: x + 0 * seed() % 2)
     assert trace.seeds == ("",) and not trace.ranks
+    assert torch.cuda.default_generators is generators
 
 
 def test_a_trace_holds_no_activations() -> None:

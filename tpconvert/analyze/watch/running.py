@@ -142,8 +142,11 @@ def seeing_ranks(stack: list[Call], asked: dict[str, list[str]]) -> Iterator[Non
 
         return asking
 
-    names = [(torch, "seed"), (torch.cuda, "seed"), (torch.cuda, "seed_all")]
+    names = [(torch, "seed"), (torch.random, "seed"), (torch.cuda, "seed"), (torch.cuda, "seed_all")]
     changes = [(owner, name, getattr(owner, name), noting(getattr(owner, name), "seeds")) for owner, name in names]
+    generators = torch.cuda.default_generators  # there are some once a GPU is in use
+    watched = tuple(_Watched(g, noting(g.seed, "seeds")) for g in generators)
+    changes.append((torch.cuda, "default_generators", generators, watched))
     if dist.is_available():
         world = vars(type(dist.group))["WORLD"]
         changes.append((type(dist.group), "WORLD", world, property(noting(world.fget, "ranks"), world.fset)))
@@ -154,6 +157,16 @@ def seeing_ranks(stack: list[Call], asked: dict[str, list[str]]) -> Iterator[Non
     finally:
         for owner, name, old, _ in changes:
             setattr(owner, name, old)
+
+
+class _Watched:
+    """A generator of a GPU, but for what it does to take a seed from the machine."""
+
+    def __init__(self, generator: torch.Generator, seed: Callable[[], int]) -> None:
+        self.generator, self.seed = generator, seed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.generator, name)
 
 
 def _asker() -> str:
