@@ -34,7 +34,7 @@ from benchmarks.compare.case import Case
 from benchmarks.compare.markup import cells, table
 from benchmarks.compare.plans import make_plan_text
 from benchmarks.compare.step import WARM, group, place, synchronize
-from benchmarks.compare.ways import WAYS, Step, prepare
+from benchmarks.compare.ways import WAYS, RecordedStep, Step, prepare
 
 Run = Callable[[], Any]
 BARE = "a rank's sizes, whole"
@@ -47,8 +47,9 @@ def main() -> None:
     device = place(0, options.toy)
     torch.autograd.set_multithreading_enabled(not options.one_thread)
     whole = Case(
-        "whole", options.model, options.layers, tokens=options.tokens, batch=options.batch, compiled=options.compiled
-    )
+        "whole", options.model, options.layers, tokens=options.tokens, batch=options.batch, compiled=options.compiled,
+        options=(("graphed", True),) if options.recorded else (),
+    )  # fmt: skip
     ours = replace(whole, way="converted", tp=options.tp)
     cases = [whole, ours] + [replace(ours, sequence_parallel=True)] * (not options.plain)
     plan = make_plan_text(options.model, options.layers, 1, options.tp, options.toy)
@@ -63,7 +64,7 @@ def main() -> None:
         found = in_turns(steps, options, device)
         if device.type == "cuda" and not options.times:
             for name, step in steps.items():
-                found[name] |= {"host_ms": hosted(step.run, device)} | looked_into(step, device)
+                found[name] |= {"host_ms": hosted(step.run, device)} | looked_into(step, device, options.recorded)
         dist.destroy_process_group()
     for name in found:
         found[name]["share"] = 1 if name == whole.name else options.tp
@@ -74,12 +75,13 @@ def main() -> None:
 
 def bare(case: Case, tp: int, device: torch.device, toy: bool) -> Step:
     """A whole model of a rank's sizes."""
-    config = models.config_of(case.model, case.layers, case.width, toy)
+    config = models.config_of(case.model, case.layers, case.width, toy, models.UNMASKED if case.options else "sdpa")
     config.head_dim = config.hidden_size // config.num_attention_heads
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         setattr(config, name, getattr(config, name) // tp)
     inputs, labels = models.batch_of(case.model, config, case.tokens, case.batch, device)
-    return WAYS["whole"](case, models.skeleton_of(case.model, config), None, device, inputs, labels)
+    step = WAYS["whole"](case, models.skeleton_of(case.model, config), None, device, inputs, labels)
+    return RecordedStep(step.module, step.loss) if case.options else step
 
 
 def in_turns(steps: dict[str, Step], options: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
@@ -104,18 +106,19 @@ def hosted(run: Run, device: torch.device, steps: int = 8) -> float:
     return statistics.median(found)
 
 
-def looked_into(step: Step, device: torch.device, steps: int = 3) -> dict[str, Any]:
-    """What the GPU did, kernel by kernel and op by op."""
+def looked_into(step: Step, device: torch.device, recorded: bool, steps: int = 3) -> dict[str, Any]:
+    """What the GPU did, kernel by kernel and op by op; a recorded step has no ops, so kernels stand in their place."""
     found = measure.profiled(step.run, device, steps)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
         for _ in range(steps):
             step.run()
         synchronize(device)
+    kind = torch.autograd.DeviceType.CUDA if recorded else torch.autograd.DeviceType.CPU
     ops = [
         [e.key, str(e.input_shapes), e.self_device_time_total / steps / 1000, e.count / steps]
         for e in profile.key_averages(group_by_input_shape=True)
-        if e.self_device_time_total and e.device_type == torch.autograd.DeviceType.CPU
+        if e.self_device_time_total and e.device_type == kind
     ]
     host = [
         [e.key, e.self_cpu_time_total / steps / 1000, e.count / steps]
@@ -144,7 +147,7 @@ def rendered(found: dict[str, dict[str, Any]]) -> list[str]:
         lines += table(("op", "ms", "share", "more"))
         for op in sorted(more, key=lambda op: -abs(more[op]))[:14]:
             lines.append(
-                cells((op, *(f"{v:.2f}" for v in (mine.get(op, 0), theirs.get(op, 0) / row["share"], more[op]))))
+                cells((op[:80], *(f"{v:.2f}" for v in (mine.get(op, 0), theirs.get(op, 0) / row["share"], more[op]))))
             )
     return lines
 
@@ -166,6 +169,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=1, help="sequences that the tokens are of")
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--recorded", action="store_true", help="as one CUDA graph")
     parser.add_argument("--one-thread", action="store_true", help="backward in the thread that forward runs in")
     parser.add_argument("--plain", action="store_true", help="without slices of the tokens")
     parser.add_argument("--times", action="store_true", help="no profile")
