@@ -1,5 +1,7 @@
 """What is made of compiled graphs: sums beside arithmetic, gathers made again, and the same numbers as before."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import fx
@@ -91,6 +93,45 @@ def test_collectives_keep_their_order_though_the_first_is_waited_for_last():
     assert starts == ["all_reduce", "all_reduce_1", "all_reduce_2"]
 
 
+def test_products_that_a_collective_takes_the_sum_of_are_added_where_they_are():
+    """Three gradients of what three layers read, and one that is no product; what others read stays."""
+
+    def drafted(also):
+        draft = Draft()
+        terms = [draft.product(draft.value(f"g{i}"), draft.value(f"w{i}", WIDTH, WIDTH)) for i in range(3)]
+        total = draft.op(aten.view.default, terms[0], [1, ROWS, WIDTH], like=torch.empty(1, ROWS, WIDTH, device="meta"))
+        total = draft.op(aten.view.default, total, [ROWS, WIDTH], like=terms[1].meta["val"])
+        for each in (draft.value("x"), *terms[1:]):
+            total = draft.op(aten.add.Tensor, total, each)
+        named = {"nobody": [], "term": [terms[2]], "sum": [total]}[also]
+        return draft.ordered(draft.summed(total), *named)
+
+    apart = ["mm", "view", "view_1", "add_tensor", "add_tensor_1", "add_tensor_2"]
+    assert drafted("nobody") == ["sum_of_products", "view_2", "view_3", "add_tensor_3", "all_reduce", "wait_tensor"]
+    names = ["mm_2", "sum_of_products", "view_2", "view_3", "add_tensor_3", "add_tensor_4"]
+    assert drafted("term") == [*names, "all_reduce", "wait_tensor"]
+    assert [n for n in drafted("sum") if n in apart] == apart
+
+
+def test_a_sum_of_products_is_what_it_says():
+    from tpconvert.parallel.compiled.sums import SUM_OF_PRODUCTS
+
+    lefts, rights = ([torch.randn(*n).double() for n in s] for s in ([(4, 3), (4, 5)], [(3, 2), (5, 2)]))
+    torch.testing.assert_close(SUM_OF_PRODUCTS(lefts, rights), lefts[0] @ rights[0] + lefts[1] @ rights[1])
+    torch.library.opcheck(SUM_OF_PRODUCTS, (lefts, rights))
+
+
+def test_products_of_which_torch_looks_for_the_fastest_are_left_to_it():
+    def drafted():
+        draft = Draft()
+        terms = [draft.product(draft.value(f"g{i}"), draft.value(f"w{i}", WIDTH, WIDTH)) for i in range(2)]
+        return draft.ordered(draft.summed(draft.op(aten.add.Tensor, *terms)))
+
+    assert drafted() == ["sum_of_products", "all_reduce", "wait_tensor"]
+    with torch._inductor.config.patch(max_autotune_gemm=True):
+        assert drafted() == ["mm", "mm_1", "add_tensor", "all_reduce", "wait_tensor"]
+
+
 def test_a_graph_that_writes_keeps_its_order_but_for_writes_into_inputs_at_its_end():
     def drafted(target):
         draft = Draft()
@@ -122,10 +163,11 @@ def test_only_what_a_forward_gathers_is_gathered_again():
 # -- on ranks -----------------------------------------------------------------------------------------------------
 
 
-def passes_alone(gm, inputs, pairs=None, begun=None, halved=None):
+def passes_alone(gm, inputs, pairs=None, begun=None, halved=None, added=None):
     """torch.compile's way from a graph to the passes and back, without the compiler behind them.
 
-    ``begun`` is told how many exchanges each graph begins, ``halved`` how many products it makes of two.
+    ``begun`` is told how many exchanges each graph begins, ``halved`` how many products it makes of two, ``added`` of
+    how many products each of its sums is that is made in place.
     """
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
@@ -144,6 +186,9 @@ def passes_alone(gm, inputs, pairs=None, begun=None, halved=None):
         if halved is not None:
             cats = [n.args[0] for n in graph_module.graph.nodes if n.target is aten.cat.default]
             halved.append(sum(all(part.target is aten.mm.default for part in parts) for parts in cats))
+        if added is not None:
+            sums = [n for n in graph_module.graph.nodes if "sum_of_products" in str(n.target)]
+            added.append([len(n.args[0]) for n in sums])
         return make_boxed_func(graph_module)
 
     return aot_autograd(fw_compiler=ordered, bw_compiler=ordered, partition_fn=partitioned)(gm, inputs)
@@ -162,23 +207,27 @@ def compiled_alike(mesh, name, plan, options):
     ids = torch.arange(TOKENS[0] * TOKENS[1]).view(TOKENS) % WORDS
     longer = torch.cat([ids, ids], 1)
     eager = [results(model, ids), results(model, longer)]
+    added = []
     for layer in layers_of(model):
-        layer.compile(fullgraph=True, backend=passes_alone)
+        layer.compile(fullgraph=True, backend=partial(passes_alone, added=added))
     for inputs, wanted in zip((ids, longer), eager, strict=True):
         found = results(model, inputs)
         for what, value in wanted.items():
             torch.testing.assert_close(found[what], value, rtol=1e-11, atol=1e-11, msg=lambda m, w=what: f"{w}: {m}")
-    return True
+    return added
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("llama", {"sequence_parallel": True}), ("gpt2", {}), ("qwen3", {"sequence_parallel": True})],
+    ("name", "options", "sums"),
+    [("llama", {"sequence_parallel": True}, [2, 3]), ("gpt2", {}, []), ("qwen3", {"sequence_parallel": True}, [2, 3])],
     ids=["llama sliced", "gpt2 plain", "qwen3 sliced"],
 )
-def test_ordered_graphs_give_the_same_numbers(run_ranks, name, options):
+def test_ordered_graphs_give_the_same_numbers(run_ranks, name, options, sums):
+    """Their backwards have sums of the gradients that gate and up have, and q, k and v."""
     plan = make_plan(model_of(name, 2), {"input_ids": torch.randint(0, WORDS, TOKENS)}, tp=2).dumps()
-    run_ranks(compiled_alike, 2, name, plan, options, timeout=240)
+    for added in run_ranks(compiled_alike, 2, name, plan, options, timeout=240):
+        made = [each for each in added if each]
+        assert bool(made) == bool(sums) and all(each == sums for each in made)
 
 
 def test_a_model_without_layers_is_told():

@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tpconvert.parallel.compiled import substitute as substituted
+from tpconvert.parallel.compiled import sums
 from tpconvert.parallel.compiled.substitute import NAMESPACE, Pairs, substitute
+from tpconvert.parallel.compiled.sums import SUM_OF_PRODUCTS, add_in_place
 
 FLOPS_PER_BYTE = 3000
 """Arithmetic that takes as long as a byte on its way: some 600 TFLOP/s beside 200 GB/s."""
@@ -58,12 +61,12 @@ class HideCollectives(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Put the nodes in a new order."""
+        keeps = not any(_writes(n) for n in _ops(graph)[0])
+        if keeps and not _tuned():
+            add_in_place(graph, _starts)
         substitute(graph, self.pairs)
-        nodes = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
-        last = [n for n in nodes if n.target is aten.copy_.default and n.args[0].op == "placeholder"]
-        written = set(last)
-        nodes = [n for n in nodes if n not in written]
-        if not any(_starts(n) for n in nodes) or any(_writes(n) for n in nodes):
+        nodes, last = _ops(graph)
+        if not keeps or not any(_starts(n) for n in nodes):
             return
         order = [*_ordered(nodes), *last]
         at = next(n for n in graph.nodes if n.op == "output")
@@ -73,7 +76,20 @@ class HideCollectives(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What a cache of compiled graphs goes by."""
-        return get_hash_for_files((__file__, substituted.__file__), f"hide collectives {sorted(self.pairs.items())}")
+        files = __file__, substituted.__file__, sums.__file__
+        return get_hash_for_files(files, f"hide collectives {sorted(self.pairs.items())} {_tuned()}")
+
+
+def _ops(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The ops of a graph, and apart from them what it writes into its own inputs at its end."""
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+    last = [n for n in nodes if n.target is aten.copy_.default and n.args[0].op == "placeholder"]  # type: ignore[union-attr]
+    return [n for n in nodes if n not in set(last)], last
+
+
+def _tuned() -> bool:
+    """Whether torch looks for the fastest kernel for each product, which it must see for that."""
+    return bool(config.max_autotune or config.max_autotune_gemm)
 
 
 def _ordered(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -129,6 +145,9 @@ def _held_back(order: list[fx.Node]) -> dict[fx.Node, OrderedSet[fx.Node]]:
 
 def flops(node: fx.Node) -> float:
     """The floating-point operations of a matrix product, 0 of all else."""
+    if node.target is SUM_OF_PRODUCTS:
+        lefts: Any = node.args[0]
+        return 2.0 * _size(node.meta["val"]) * sum(_hint(a.meta["val"].shape[-1]) for a in lefts)
     if node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default):
         return 0
     a, out = node.args[-2], node.meta.get("val")
