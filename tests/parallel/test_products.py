@@ -130,7 +130,7 @@ def written(mesh, after):
     if after:
         x.mul_(2)
     assert products.was_gathered(x) is not after
-    product = products.gathered_product if products.was_gathered(x) else torch.nn.functional.linear
+    product = products.kept_product if products.was_gathered(x) else torch.nn.functional.linear
     product(x, weight, None).sum().backward()
     return weight.grad.tolist()
 
@@ -155,7 +155,7 @@ class Names(TorchDispatchMode):
 
 def ops_of_backward(mesh):
     slice_, weight = torch.ones(1, 2, 3).requires_grad_(), torch.ones(4, 3).requires_grad_()
-    y = products.gathered_product(products.gathered_from(slice_, 1, mesh), weight, None)
+    y = products.kept_product(products.gathered_from(slice_, 1, mesh), weight, None)
     with Names() as called:
         y.sum().backward()
     return called.names

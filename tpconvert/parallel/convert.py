@@ -51,6 +51,7 @@ def parallelize(
 
     Its parameters may be whole, or on meta (then they stay there, in their local shapes, for :func:`load_local`).
     ``gather_output=False`` leaves the logits cut, for a vocab-parallel loss; :func:`output_gathers` says which and how.
+    On a GPU rows of such logits may have gaps between them, where a rank's part of the words is of an odd size.
     ``sequence_parallel`` leaves each rank a slice of the tokens between cut regions, where the plan knows how; the
     length of a sequence must then be a multiple of the degree.
     ``waves`` is in how many shares of the tokens regions end: each is summed over ranks while the next is computed.
@@ -67,11 +68,10 @@ def parallelize(
     cut_tensors(module, plan.verdicts, mesh)
     for edit in plan.edits:
         apply_edit(module, edit, mesh)
-    boundaries = list(plan.boundaries)
-    if not gather_output:
-        left_out = output_gathers(plan)
-        boundaries = [b for b in boundaries if b not in left_out]
+    left_out = () if gather_output else output_gathers(plan)
+    boundaries = [b for b in plan.boundaries if b not in left_out]
     boundaries = swap_classes(module, plan, boundaries, mesh, summed, waves)
+    _let_rows_lie_apart(module, plan, left_out)
     for part in module.modules():
         if isinstance(part, nn.SyncBatchNorm) and part.process_group is None and not mesh.dry:
             become(part, DataSyncBatchNorm)
@@ -96,6 +96,15 @@ def output_gathers(plan: Plan) -> tuple[Boundary, ...]:
         for b in plan.boundaries
         if b.kind == "gather" and b.blocks and b.side == "output" and (b.module == "" or b.axis in heads)
     )
+
+
+def _let_rows_lie_apart(module: nn.Module, plan: Plan, left_out: tuple[Boundary, ...]) -> None:
+    """Tell the layers whose logits stay cut that the loss takes rows with gaps between them."""
+    axes = {b.axis for b in left_out}
+    for verdict in plan.verdicts:
+        layer = module.get_submodule(verdict.name.rpartition(".")[0])
+        if verdict.axis in axes and isinstance(layer, ColumnParallelLinear):
+            layer.tp_apart = True
 
 
 def load_local(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -22,8 +22,7 @@ from tpconvert.parallel.comm.collectives import Parts, reduce, transformed
 from tpconvert.parallel.comm.mesh import Mesh
 from tpconvert.parallel.layers.products import (
     dtype_of,
-    filled_up,
-    gathered_product,
+    kept_product,
     lacking,
     reduced_product,
     summed_product,
@@ -43,6 +42,8 @@ class ColumnParallelLinear(nn.Linear):
     tp_whole: tuple[int, int]
     tp_mesh: Mesh
     tp_path: str
+    tp_apart = False
+    """Whether rows of the output may begin further apart than they are long, as in the loss of cut logits."""
     product = staticmethod(F.linear)
     """How the input meets the weight; training in float8 sets another."""
 
@@ -59,13 +60,13 @@ class ColumnParallelLinear(nn.Linear):
         if self.product is not F.linear:
             return self.product(x_BI, weight_OI, bias_O)
         plain = type(weight_OI) in PLAIN and not self.tp_mesh.dry
-        more = lacking(x_BI, weight_OI) if plain else 0
-        product = gathered_product if was_gathered(x_BI) and weight_OI.requires_grad else F.linear
-        if product is F.linear and not more:
+        more = lacking(x_BI, weight_OI) if plain and not transformed() else 0
+        if not more and not (was_gathered(x_BI) and weight_OI.requires_grad):
             return F.linear(x_BI, weight_OI, bias_O)
         dtype = dtype_of(x_BI, weight_OI)
         weight_OI, bias_O = weight_OI.to(dtype), None if bias_O is None else bias_O.to(dtype)
-        return filled_up(product, x_BI, weight_OI, bias_O, more) if more else product(x_BI, weight_OI, bias_O)
+        y_BO = kept_product(x_BI, weight_OI, bias_O, more)
+        return y_BO.contiguous() if more and not self.tp_apart else y_BO
 
     def extra_repr(self) -> str:
         """The local sizes, then the whole weight's shape and the degree."""

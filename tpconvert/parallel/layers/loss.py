@@ -17,6 +17,7 @@ from tpconvert.errors import PlanError
 from tpconvert.parallel.comm.collectives import Parts, every, parts_of
 from tpconvert.parallel.comm.mesh import Mesh
 from tpconvert.parallel.layers.linear import local_rows
+from tpconvert.parallel.layers.products import ROW
 from tpconvert.spec.layout import Block, Layout
 
 PIECE = 2**24
@@ -107,14 +108,16 @@ class _CrossEntropy(torch.autograd.Function):
         scale_N = grad_N * (1 + 2 * terms.z_loss * lse_N) if terms.z_loss else grad_N
         at_target_N = torch.where(held_N, (terms.label_smoothing - 1) * grad_N, 0)
         smooth = [terms.label_smoothing / size * grad_N] if terms.label_smoothing else []
-        g_NV_r = torch.empty_like(logits_NV_r, memory_format=torch.contiguous_format)
+        g_NV_r = _empty_alike(logits_NV_r)
         rowwise = [t.unsqueeze(-1) for t in (lse_N, rows_N, scale_N, at_target_N, *smooth)]
         for out, x, lse, rows, scale, at_target, *evenly in _pieces(g_NV_r, logits_NV_r, *rowwise):
             x = terms.capped(x)
             g = (x - lse).exp_().mul_(scale)
             for each in evenly:
                 g.sub_(each)
-            if g.shape[-1]:
+            if torch.compiler.is_compiling():  # which makes one kernel of this, and three with a scatter
+                g.add_(torch.where(torch.arange(g.shape[-1], device=g.device) == rows, at_target, 0))
+            elif g.shape[-1]:
                 g.scatter_add_(-1, rows, at_target)
             out.copy_(g.mul_(1 - (x / terms.softcap).square_()) if terms.softcap else g)
         return g_NV_r, None, None, None, None
@@ -158,13 +161,29 @@ def _pieces(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     given = (x, *others)
     if x.dim() == 1:
         yield tuple(t.unsqueeze(0) for t in given)
-    elif all(t.is_contiguous() for t in given) or x.dim() == 2:
+    elif all(_in_rows(t) for t in given):
         flat = [t.flatten(0, x.dim() - 2) for t in given]
         rows = len(flat[0]) if torch.compiler.is_compiling() else max(1, PIECE // max(1, x.shape[-1]))
         yield from zip(*(t.split(max(1, rows)) for t in flat), strict=True)
     else:
         for each in zip(*given, strict=True):
             yield from _pieces(*each)
+
+
+def _in_rows(x: Tensor) -> bool:
+    """Whether its rows lie equally far apart, so that they can be counted through all leading dims."""
+    return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
+
+
+def _empty_alike(x: Tensor) -> Tensor:
+    """An empty tensor whose rows begin as far apart as those of ``x``, if that is hardly further than they are long.
+
+    Of odd vocabularies a parallel layer makes such logits, since it is faster with such a gradient.
+    """
+    apart = x.stride(-2) if x.dim() > 1 and x.stride(-1) == 1 and _in_rows(x) else 0
+    if x.shape[-1] < apart < x.shape[-1] + ROW:
+        return x.new_empty(*x.shape[:-1], apart)[..., : x.shape[-1]]
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _wide(x: Tensor) -> torch.dtype:

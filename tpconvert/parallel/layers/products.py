@@ -67,15 +67,6 @@ def lacking(x_BI: Tensor, weight_OI: Tensor) -> int:
     return -features % max(1, ROW // dtype_of(x_BI, weight_OI).itemsize)
 
 
-def filled_up(product: Product, x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, more: int) -> Tensor:
-    """``product`` with ``more`` features of zeros, which are dropped from what it returns.
-
-    That is contiguous as it would be without them: whoever views it must not need to know.
-    """
-    bias_O = None if bias_O is None else F.pad(bias_O, (0, more))
-    return product(x_BI, F.pad(weight_OI, (0, 0, 0, more)), bias_O)[..., :-more].contiguous()
-
-
 def reduced_product(x_NI: Tensor, weight_OI: Tensor, waves: int, mesh: Mesh) -> Tensor:
     """reduce of ``x @ weight^T``, one share of the rows after the other: each is summed while the next is computed."""
     if transformed() and not torch.compiler.is_compiling():
@@ -141,7 +132,7 @@ class Gathered:
 
 
 def gathered_from(slice_BI: Tensor, dim: int, mesh: Mesh) -> Tensor:
-    """all_gather, of a value that :func:`gathered_product` may meet."""
+    """all_gather, of a value that :func:`kept_product` may meet."""
     x_BI = all_gather(slice_BI, dim, mesh)
     if torch.is_grad_enabled() and not mesh.dry and not transformed():
         x_BI._tp_gathered = Gathered(dim, mesh), slice_BI, x_BI._version  # type: ignore[attr-defined]
@@ -154,39 +145,87 @@ def was_gathered(x_BI: Tensor) -> bool:
     return held is not None and held[2] == x_BI._version and torch.is_grad_enabled() and not transformed()
 
 
-def gathered_product(x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """``x @ weight^T + bias`` in the weight's dtype; of ``x`` the slice that it was gathered from is kept."""
-    gathered, slice_BI, _ = x_BI._tp_gathered  # type: ignore[attr-defined]
-    gathered.users += 1
-    return _GatheredProduct.apply(x_BI, weight_OI, bias_O, slice_BI, gathered)
+def kept_product(x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, more: int = 0) -> Tensor:
+    """``x @ weight^T + bias`` in the weight's dtype; of an ``x`` that was gathered, only its slice is kept.
+
+    ``more`` is what :func:`lacking` says: rows of what is returned begin so many features after the end of another.
+    """
+    gathered, kept_BI = x_BI._tp_gathered[:2] if was_gathered(x_BI) else (None, x_BI)  # type: ignore[attr-defined]
+    if gathered is not None:
+        gathered.users += 1
+    return _KeptProduct.apply(x_BI, weight_OI, bias_O, kept_BI, (gathered, more))
 
 
-class _GatheredProduct(torch.autograd.Function):
-    """gathered_product: see there; backward gathers the slices once more, once for all products of one gather."""
+class _KeptProduct(torch.autograd.Function):
+    """kept_product: see there; backward gathers the slices once more, once for all products of one gather."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, slice_BI: Tensor, gathered: Gathered
+        ctx: Any, x_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, kept_BI: Tensor, given: Any
     ) -> Tensor:
-        ctx.gathered, ctx.dtype = gathered, x_BI.dtype
-        ctx.save_for_backward(slice_BI, weight_OI)
-        return F.linear(x_BI.to(weight_OI.dtype), weight_OI, bias_O)
+        ctx.given, ctx.dtype = given, x_BI.dtype
+        ctx.save_for_backward(kept_BI if ctx.needs_input_grad[1] else None, weight_OI)
+        x_BI, more = x_BI.to(weight_OI.dtype), given[1]
+        if not more:
+            return F.linear(x_BI, weight_OI, bias_O)
+        bias_O = None if bias_O is None else F.pad(bias_O, (0, more))
+        return F.linear(x_BI, F.pad(weight_OI, (0, 0, 0, more)), bias_O)[..., :-more]
 
     @staticmethod
     def backward(ctx: Any, grad_BO: Tensor) -> Any:
-        slice_BI, weight_OI = ctx.saved_tensors
-        gathered, again = ctx.gathered, torch.is_grad_enabled()
+        kept_BI, weight_OI = ctx.saved_tensors
+        again = torch.is_grad_enabled()
+        gathered, more = ctx.given
         x_needed, weight_needed, bias_needed, *_ = ctx.needs_input_grad
         x_grad = weight_grad = bias_grad = None
-        slice_BI = slice_BI.to(weight_OI.dtype)
-        if weight_needed and not again:
-            gathered.begin(slice_BI)
+        kept_BI = None if kept_BI is None else kept_BI.to(weight_OI.dtype)
+        if gathered is not None and weight_needed and not again:
+            gathered.begin(kept_BI)
+        grad_NO, odd = grad_BO.flatten(0, -2), more > 0 and not again
+        if odd:
+            grad_NO = _apart(grad_NO, more)
         if x_needed:
-            x_grad = (grad_BO @ weight_OI).to(ctx.dtype)
-        grad_NO = grad_BO.flatten(0, -2) if weight_needed or bias_needed else grad_BO
+            x_grad = _odd_to_input(grad_NO, weight_OI) if odd else grad_NO @ weight_OI
+            x_grad = x_grad.view(*grad_BO.shape[:-1], -1).to(ctx.dtype)
         if weight_needed:
-            x_BI = all_gather(slice_BI, gathered.dim, gathered.mesh) if again else gathered.take(slice_BI)
-            weight_grad = grad_NO.t() @ x_BI.flatten(0, -2)
+            x_BI = kept_BI
+            if gathered is not None:
+                x_BI = all_gather(kept_BI, gathered.dim, gathered.mesh) if again else gathered.take(kept_BI)
+            x_NI = x_BI.flatten(0, -2)
+            weight_grad = _odd_to_weight(grad_NO, x_NI) if odd else grad_NO.t() @ x_NI
         if bias_needed:
             bias_grad = grad_NO.sum(0)
         return x_grad, weight_grad, bias_grad, None, None
+
+
+def _apart(grad_NO: Tensor, more: int) -> Tensor:
+    """A gradient whose rows begin at multiples of 16 bytes, as the loss of cut logits makes it."""
+    if grad_NO.stride(1) == 1 and grad_NO.stride(0) * grad_NO.element_size() % ROW == 0:
+        return grad_NO
+    return grad_NO.new_empty(len(grad_NO), grad_NO.shape[1] + more)[:, :-more].copy_(grad_NO)
+
+
+def _odd_to_input(grad_NO: Tensor, weight_OI: Tensor) -> Tensor:
+    """``grad @ weight``: first the features up to the last multiple of 16 bytes, then the few that are left.
+
+    Libraries are as slow with an odd number of terms as with rows that begin anywhere, and to fill a gradient up is to
+    copy it.
+    """
+    even, more = _even(grad_NO)
+    found_NI = grad_NO[:, :even] @ weight_OI[:even]
+    return found_NI.addmm_(F.pad(grad_NO[:, even:], (0, more)), F.pad(weight_OI[even:], (0, 0, 0, more)))
+
+
+def _odd_to_weight(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
+    """``grad^T @ x`` in the same way."""
+    even, more = _even(grad_NO)
+    found_OI = x_NI.new_empty(grad_NO.shape[1], x_NI.shape[1])
+    torch.mm(grad_NO[:, :even].t(), x_NI, out=found_OI[:even])
+    found_OI[even:] = (F.pad(grad_NO[:, even:], (0, more)).t() @ x_NI)[: len(found_OI) - even]
+    return found_OI
+
+
+def _even(grad_NO: Tensor) -> tuple[int, int]:
+    """The features up to the last multiple of 16 bytes, and how many are lacking for another."""
+    unit = max(1, ROW // grad_NO.element_size())
+    return grad_NO.shape[1] // unit * unit, -grad_NO.shape[1] % unit
