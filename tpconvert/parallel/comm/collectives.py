@@ -1,7 +1,7 @@
 """All communication: each collective with its forward and its backward.
 
-None writes into a tensor that autograd owns.  At degree 1 each returns its argument; on a dry mesh each only
-changes the shape.  Eager code calls c10d; code being compiled uses functional collectives, which can be traced.
+None writes into a tensor that autograd owns.  At degree 1 each returns its argument; on a dry mesh each only changes the
+shape.  Eager code calls c10d; code being compiled uses functional collectives, which can be traced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from tpconvert.errors import PlanError
-from tpconvert.parallel.comm.mesh import Mesh, Ranks, joined_shape, one_run, slice_size
+from tpconvert.parallel.comm.mesh import Mesh, Ranks, dense, joined_shape, one_run, slice_size
 from tpconvert.parallel.comm.peers import gather_into, scatter_into
 from tpconvert.spec.layout import Block, Layout, Piece
 
@@ -46,8 +46,9 @@ class Parts:
 
 def parts_of(dim: int, blocks: Sequence[Block], mesh: Mesh) -> Parts:
     """The parts of a dim that is dealt as ``blocks``."""
-    made = _parts if torch.compiler.is_compiling() else _known_parts
-    return made(Layout(dim, tuple(blocks)), mesh.rank, mesh.degree)
+    return (_parts if torch.compiler.is_compiling() else _known_parts)(
+        Layout(dim, tuple(blocks)), mesh.rank, mesh.degree
+    )
 
 
 def _parts(layout: Layout, rank: int, degree: int) -> Parts:
@@ -116,7 +117,7 @@ def copy_shared(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
 
 def reduce(x: Tensor, mesh: Mesh) -> Tensor:
     """reduce: sum forward, identity backward."""
-    return x if mesh.degree == 1 or mesh.dry else _collective(x, summed, _same, (mesh,))
+    return x if mesh.degree == 1 or mesh.dry else _collective(x, returned_sum, _same, (mesh,))
 
 
 def gather(x: Tensor, parts: Parts, mesh: Mesh) -> Tensor:
@@ -261,11 +262,6 @@ def _differentiates(x: Tensor, mesh: Mesh) -> bool:
     return mesh.degree > 1 and not mesh.dry and torch.is_grad_enabled() and x.requires_grad
 
 
-def dense(x: Tensor) -> Tensor:
-    """A value in one run of memory; torch 2.11 compiles no gradient of what ``contiguous`` returns as it was."""
-    return x if x.is_contiguous() else x.contiguous()
-
-
 # -- without gradients ----------------------------------------------------------------------------------------
 
 
@@ -284,10 +280,16 @@ def summed(x: Tensor, mesh: Mesh) -> Tensor:
     return mesh.peers.exchange(x, "sum") if copies(x, mesh) else _all_reduce(x, "sum", mesh.group)
 
 
+def returned_sum(x: Tensor, mesh: Mesh) -> Tensor:
+    """The same for a function of autograd to return: torch 2.11's backend ``eager`` loses a collective's gradient."""
+    total = summed(x, mesh)
+    return total.view_as(total) if torch.compiler.is_compiling() else total
+
+
 def summed_own(x: Tensor, mesh: Mesh) -> Tensor:
     """The sum over tp ranks of a value that nobody else holds: in eager code where it is, unless GPUs copy."""
     if mesh.group is None or torch.compiler.is_compiling() or _len_torch_dispatch_stack() or copies(x, mesh):
-        return summed(x, mesh)  # a dispatch mode holds it: selective checkpointing keeps products
+        return returned_sum(x, mesh)  # a dispatch mode holds it: selective checkpointing keeps products
     x = x.contiguous()
     dist.all_reduce(x, dist.ReduceOp.SUM, mesh.group)
     return x

@@ -167,6 +167,11 @@ def one_run(x: Tensor, dim: int) -> bool:
     return math.prod(x.shape[:dim]) == 1
 
 
+def dense(x: Tensor) -> Tensor:
+    """A value in one run of memory; torch 2.11 compiles no gradient of what ``contiguous`` returns as it was."""
+    return x if x.is_contiguous() else x.contiguous()
+
+
 def _restore(rank: int, degree: int, device: str, connected: tuple[Ranks, ...], collectives: str = "auto") -> Mesh:
     """A pickled mesh: connected anew where ``torch.distributed`` runs, dry elsewhere."""
     if degree == 1 or not dist.is_initialized():
