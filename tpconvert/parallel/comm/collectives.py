@@ -1,7 +1,7 @@
 """All communication: each collective with its forward and its backward.
 
-None writes into a tensor that autograd owns.  At degree 1 each returns its argument; on a dry mesh each only changes the
-shape.  Eager code calls c10d; code being compiled uses functional collectives, which can be traced.
+None writes into a tensor that autograd owns.  At degree 1 each returns its argument, on a dry mesh each only changes
+the shape.  Eager code calls c10d; code being compiled uses functional collectives, which can be traced.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ class Parts:
 
 def parts_of(dim: int, blocks: Sequence[Block], mesh: Mesh) -> Parts:
     """The parts of a dim that is dealt as ``blocks``."""
-    return (_parts if torch.compiler.is_compiling() else _known_parts)(
-        Layout(dim, tuple(blocks)), mesh.rank, mesh.degree
-    )
+    made = _parts if torch.compiler.is_compiling() else _known_parts
+    return made(Layout(dim, tuple(blocks)), mesh.rank, mesh.degree)
 
 
 def _parts(layout: Layout, rank: int, degree: int) -> Parts:
@@ -282,8 +281,7 @@ def summed(x: Tensor, mesh: Mesh) -> Tensor:
 
 def returned_sum(x: Tensor, mesh: Mesh) -> Tensor:
     """The same for a function of autograd to return: torch 2.11's backend ``eager`` loses a collective's gradient."""
-    total = summed(x, mesh)
-    return total.view_as(total) if torch.compiler.is_compiling() else total
+    return summed(x, mesh).view(x.shape) if torch.compiler.is_compiling() else summed(x, mesh)
 
 
 def summed_own(x: Tensor, mesh: Mesh) -> Tensor:
