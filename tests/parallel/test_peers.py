@@ -239,7 +239,7 @@ def compiled_alike(mesh, plan, options, rows):
     [
         ({}, 2, [2, 2], [0, 0]),
         ({"waves": 2}, 2, [4, 2], [0, 0]),
-        ({"sequence_parallel": True}, 2, [0, 4, 4, 1], [0] * 4),
+        ({"sequence_parallel": True}, 2, [0, 4, 6, 1], [0, 5, 2, 0]),
         ({"sequence_parallel": True}, 1, [0, 4, 6, 1], [0, 5, 2, 0]),
     ],
     ids=["plain", "waves", "sliced", "sliced, of one sequence"],

@@ -146,7 +146,7 @@ def test_a_graph_that_writes_keeps_its_order_but_for_writes_into_inputs_at_its_e
 
 
 def test_only_what_a_forward_gathers_is_gathered_again():
-    from tpconvert.parallel.compiled.schedule import GatherAgain
+    from tpconvert.parallel.compiled.schedule import SpareCopies
 
     draft = Draft()
     x, grad = draft.value("primals_1"), draft.value("tangents_1")
@@ -156,26 +156,26 @@ def test_only_what_a_forward_gathers_is_gathered_again():
         wait = draft.op(wire.wait_tensor.default, start)
         scattered = draft.op(wire.reduce_scatter_tensor.default, wait, "sum", 2, "0")
         marked.append((start, wait, scattered))
-    GatherAgain()(draft.graph)
+    SpareCopies()(draft.graph)
     assert [["recompute" in n.meta for n in nodes] for nodes in marked] == [[True, True, False], [False] * 3]
 
 
 # -- on ranks -----------------------------------------------------------------------------------------------------
 
 
-def passes_alone(gm, inputs, pairs=None, begun=None, halved=None, added=None):
+def passes_alone(gm, inputs, pairs=None, begun=None, halved=None, look=None):
     """torch.compile's way from a graph to the passes and back, without the compiler behind them.
 
-    ``begun`` is told how many exchanges each graph begins, ``halved`` how many products it makes of two, ``added`` of
-    how many products each of its sums is that is made in place.
+    ``begun`` is told how many exchanges each graph begins, ``halved`` how many products it makes of two; ``look`` is
+    called with each graph.
     """
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
-    from tpconvert.parallel.compiled.schedule import GatherAgain, HideCollectives
+    from tpconvert.parallel.compiled.schedule import HideCollectives, SpareCopies
 
     def partitioned(joint, joint_inputs, **rest):
-        GatherAgain()(joint.graph)
+        SpareCopies()(joint.graph)
         return min_cut_rematerialization_partition(joint, joint_inputs, **rest)
 
     def ordered(graph_module, _):
@@ -186,9 +186,8 @@ def passes_alone(gm, inputs, pairs=None, begun=None, halved=None, added=None):
         if halved is not None:
             cats = [n.args[0] for n in graph_module.graph.nodes if n.target is aten.cat.default]
             halved.append(sum(all(part.target is aten.mm.default for part in parts) for parts in cats))
-        if added is not None:
-            sums = [n for n in graph_module.graph.nodes if "sum_of_products" in str(n.target)]
-            added.append([len(n.args[0]) for n in sums])
+        if look is not None:
+            look(graph_module.graph)
         return make_boxed_func(graph_module)
 
     return aot_autograd(fw_compiler=ordered, bw_compiler=ordered, partition_fn=partitioned)(gm, inputs)
@@ -208,8 +207,12 @@ def compiled_alike(mesh, name, plan, options):
     longer = torch.cat([ids, ids], 1)
     eager = [results(model, ids), results(model, longer)]
     added = []
+
+    def look(graph):
+        added.append([len(n.args[0]) for n in graph.nodes if "sum_of_products" in str(n.target)])
+
     for layer in layers_of(model):
-        layer.compile(fullgraph=True, backend=partial(passes_alone, added=added))
+        layer.compile(fullgraph=True, backend=partial(passes_alone, look=look))
     for inputs, wanted in zip((ids, longer), eager, strict=True):
         found = results(model, inputs)
         for what, value in wanted.items():

@@ -23,7 +23,7 @@ def compile_layers(
     again for its backward.  Norms that stand beside the layers are compiled too.  ``options`` are those of torch's
     compiler.  Raises PlanError where there are no layers, and warns where ranks would draw numbers of their own.
     """
-    from tpconvert.parallel.compiled.schedule import GatherAgain, HideCollectives  # loads torch's compiler
+    from tpconvert.parallel.compiled.schedule import HideCollectives, SpareCopies  # loads torch's compiler
     from tpconvert.parallel.compiled.substitute import pairs_of
 
     layers = list(layers_of(module))
@@ -32,10 +32,9 @@ def compile_layers(
     warn_of_equal_draws(module, layers)
     own: dict[str, Any] = {
         "post_grad_custom_post_pass": HideCollectives(pairs_of(module)),
+        "joint_custom_post_pass": SpareCopies(gather_again),
         "reorder_for_peak_memory": False,
     }
-    if gather_again:
-        own["joint_custom_post_pass"] = GatherAgain()
     for part in module.modules():
         if isinstance(part, RowParallelLinear):
             part.tp_hides = True

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 LAYOUT = (*VIEWS, aten.permute.default, aten.clone.default)
-"""What may stand between a sum and the collective that takes it."""
+"""Ops that leave a tensor's numbers as they are."""
 LIBRARY = torch.library.Library("tpconvert", "FRAGMENT")
 """Where torch keeps the op: a compiled graph can name an op, but hold no function."""
 
