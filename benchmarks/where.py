@@ -5,10 +5,11 @@
 
 Rank 0 of a group in which nobody else is, whole and converted in one process and in turns, so that what the machine
 does meanwhile falls on all alike: a ratio is the median of the ratios of the rounds.  *kernels* is what
-``torch.profiler`` says that the GPU computed, *idle* when nothing ran between the first and the last kernel of a step,
-*host* how long the processor needs to launch a step on an idle GPU.  *a rank's sizes* is a whole model with as many
-heads, words and ffn features as a rank has: what a rank would take if its collectives, its hooks and its loss cost
-nothing, but norms and residuals stay as they are.
+``torch.profiler`` says that the GPU computed, *copies* the part of it in which memory was copied, which a group in
+which nobody else is does in the place of the network, *idle* when nothing ran between the first and the last kernel of
+a step, *host* how long the processor needs to launch a step on an idle GPU.  *a rank's sizes* is a whole model with
+as many heads, words and ffn features as a rank has: what a rank would take if its collectives, its hooks and its loss
+cost nothing, but norms and residuals stay as they are.
 """
 
 from __future__ import annotations
@@ -125,19 +126,27 @@ def looked_into(step: Step, device: torch.device, recorded: bool, steps: int = 3
         for e in profile.key_averages()
         if e.device_type == torch.autograd.DeviceType.CPU
     ]
-    return found | {"ops": ops, "host": host}
+    copied = [
+        e.self_device_time_total / steps / 1000
+        for e in profile.key_averages()
+        if e.device_type == torch.autograd.DeviceType.CUDA and "memcpy" in e.key.lower()
+    ]
+    return found | {"ops": ops, "host": host, "copied_ms": sum(copied)}
 
 
 def rendered(found: dict[str, dict[str, Any]]) -> list[str]:
     """One row a way, then the ops that take another time than the whole model's share."""
     whole = next(iter(found.values()))
-    lines = table(("", "ms", "over its share", "lowest and highest round", "kernels", "idle", "host"))
+    lines = table(("", "ms", "over its share", "lowest and highest round", "kernels", "copies", "idle", "host"))
     for name, row in found.items():
         ratios = [ms * row["share"] / w for ms, w in zip(row["rounds"], whole["rounds"], strict=True)]
-        told = [statistics.median(row["rounds"]), row.get("busy_ms"), row.get("idle_ms"), row.get("host_ms")]
-        ms, busy, idle, host = ("" if v is None else f"{v:.1f}" for v in told)
+        told = [
+            statistics.median(row["rounds"]),
+            *(row.get(f"{what}_ms") for what in ("busy", "copied", "idle", "host")),
+        ]
+        ms, *rest = ("" if v is None else f"{v:.1f}" for v in told)
         ratio, spread = f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f} {max(ratios):.3f}"
-        lines.append(cells((name, ms, ratio, spread, busy, idle, host)))
+        lines.append(cells((name, ms, ratio, spread, *rest)))
     if "ops" not in whole:
         return lines
     for name, row in list(found.items())[1:]:
