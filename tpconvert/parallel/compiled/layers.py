@@ -19,9 +19,10 @@ def compile_layers(
     """Compile each repeated layer of ``module`` in place, and return them.
 
     A layer is one graph forward and one backward, in which sums and gathers run beside arithmetic that does not need
-    them, and products take slices of a batch in the order in which they come.  With ``gather_again`` a layer keeps a rank's slice of what sequence parallelism gathers, and gathers it
-    again for its backward.  Norms that stand beside the layers are compiled too.  ``options`` are those of torch's
-    compiler.  Raises PlanError where there are no layers, and warns where ranks would draw numbers of their own.
+    them, and products take slices of a batch in the order in which they come.  With ``gather_again`` a layer keeps a
+    rank's slice of what sequence parallelism gathers, and gathers it again for its backward.  Norms that stand beside
+    the layers are compiled too.  ``options`` are those of torch's compiler.  Raises PlanError where there are no
+    layers, and warns where ranks would draw numbers of their own.
     """
     from tpconvert.parallel.compiled.schedule import HideCollectives, SpareCopies  # loads torch's compiler
     from tpconvert.parallel.compiled.substitute import pairs_of
