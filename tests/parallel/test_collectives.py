@@ -21,6 +21,7 @@ from tpconvert.parallel.comm.collectives import (
     single,
 )
 from tpconvert.parallel.comm.mesh import dry_mesh
+from tpconvert.parallel.layers.products import summed_product
 from tpconvert.spec.layout import Block, Layout
 
 DEGREES = [2, 3, 4]
@@ -289,3 +290,27 @@ def test_a_dry_mesh_joins_what_a_rank_has_over_again():
     torch.testing.assert_close(gather(part, parts, dry), part[:, [0, 1, 0, 1, 0, 1, 0]])
     torch.testing.assert_close(gather_slices(part, 1, dry), part[:, [0, 1, 0]])
     assert gather_slices(part[:, :0], 1, dry).shape == (2, 1)
+
+
+def written_into(mesh, name, backend):
+    """A gradient behind a write into what a collective made, eager and compiled."""
+    x, weight = value(mesh.rank, 4, 6), value(7, 6, 6)
+    made = {"reduce": lambda y: reduce(y, mesh), "summed product": lambda y: summed_product(y, weight, mesh)}
+    made |= {"reduce scatter": lambda y: reduce_scatter(y, 0, mesh), "all gather": lambda y: all_gather(y, 0, mesh)}
+
+    def written(x):
+        y = made[name](x @ weight)
+        y += 1
+        return y.square().sum()
+
+    found = []
+    for function in (written, torch.compile(written, backend=backend, fullgraph=True)):
+        given = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(function(given), given)[0])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["reduce", "summed product", "reduce scatter", "all gather"])
+def test_what_a_collective_made_may_be_written_into_where_it_is_compiled(run_ranks, name, backend):
+    run_ranks(written_into, 2, name, backend, timeout=120)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from tpconvert.errors import PlanError
-from tpconvert.parallel.comm.mesh import Mesh, Ranks, dense, joined_shape, one_run, slice_size
+from tpconvert.parallel.comm.mesh import Mesh, Ranks, dense, joined_shape, one_run, shaped, slice_size
 from tpconvert.parallel.comm.peers import gather_into, scatter_into
 from tpconvert.spec.layout import Block, Layout, Piece
 
@@ -281,7 +281,7 @@ def summed(x: Tensor, mesh: Mesh) -> Tensor:
 
 def returned_sum(x: Tensor, mesh: Mesh) -> Tensor:
     """The same for a function of autograd to return: torch 2.11's backend ``eager`` loses a collective's gradient."""
-    return summed(x, mesh).view(x.shape) if torch.compiler.is_compiling() else summed(x, mesh)
+    return shaped(summed(x, mesh), x.shape) if torch.compiler.is_compiling() else summed(x, mesh)
 
 
 def summed_own(x: Tensor, mesh: Mesh) -> Tensor:
@@ -372,7 +372,7 @@ def _all_gather(x: Tensor, mesh: Mesh, shape: Sequence[int] | None = None) -> Te
     """The ranks' tensors one after the other in memory, in a tensor of that shape, which is no view of another."""
     if torch.compiler.is_compiling():
         traced = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-        return traced(x, 0, mesh.group) if shape is None else traced(x.unsqueeze(0), 0, mesh.group).view(shape)
+        return traced(x, 0, mesh.group) if shape is None else shaped(traced(x.unsqueeze(0), 0, mesh.group), shape)
     out = x.new_empty([len(x) * mesh.degree, *x.shape[1:]] if shape is None else shape)
     if copies(x, mesh):
         mesh.peers.receive(mesh.peers.send(x.unsqueeze(0), "gather"), out.view(mesh.degree, *x.shape))
@@ -385,7 +385,7 @@ def _reduce_scatter(x: Tensor, mesh: Mesh, shape: Sequence[int] | None = None) -
     """This rank's share of the memory of the sum, by default its index of dim 0; in a tensor that is no view."""
     if torch.compiler.is_compiling():
         traced = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
-        return traced(x, "sum", 0, mesh.group).squeeze(0)
+        return shaped(traced(x, "sum", 0, mesh.group), x.shape[1:])
     out = x.new_empty(x.shape[1:] if shape is None else shape)
     if copies(x, mesh):
         mesh.peers.receive(mesh.peers.send(x.view(mesh.degree, *out.shape), "scatter"), out.unsqueeze(0))

@@ -11,7 +11,7 @@ World ranks of tp=2, dp=3; tp ranks are neighbours, so that they share the faste
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,6 +170,11 @@ def one_run(x: Tensor, dim: int) -> bool:
 def dense(x: Tensor) -> Tensor:
     """A value in one run of memory; torch 2.11 compiles no gradient of what ``contiguous`` returns as it was."""
     return x if x.is_contiguous() else x.contiguous()
+
+
+def shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A value that nobody else holds, in another shape: for autograd no view, so whoever gets it may write into it."""
+    return torch.ops.aten._unsafe_view.default(x, shape)
 
 
 def _restore(rank: int, degree: int, device: str, connected: tuple[Ranks, ...], collectives: str = "auto") -> Mesh:
