@@ -204,7 +204,7 @@ class _Rows:
     def op(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node at the point of insertion, of which torch is told what it was told of ``like``."""
         node = self.graph.call_function(target, args, kwargs)
-        node.meta = {k: v for k, v in like.meta.items() if k != "eager_input_vals"}
+        node.meta = {k: v for k, v in like.meta.items() if k not in ("eager_input_vals", AGAIN)}
         node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
         return node
 
