@@ -134,6 +134,9 @@ def run_quietly(mesh, folder: Path, config: Config, output: Path) -> list[float]
         (1, {}),
         (1, {"activation_checkpointing": "full"}),
         (1, {"activation_checkpointing": "selective"}),
+        (1, {"sequence_parallel": True}),
+        (1, {"sequence_parallel": True, "activation_checkpointing": "full"}),
+        (1, {"sequence_parallel": True, "activation_checkpointing": "selective"}),
         (2, {"data_parallel": "fsdp"}),
         (2, {"data_parallel": "fsdp", "activation_checkpointing": "selective", "reshard_after_forward": False}),
     ],
@@ -141,7 +144,7 @@ def run_quietly(mesh, folder: Path, config: Config, output: Path) -> list[float]
 )
 def test_compiled_layers_change_nothing(run_ranks, tmp_path: Path, dp: int, parallelism: dict):
     config = settings(tmp_path, steps=4)
-    folder = make_folder(tmp_path / "model", 2)
+    folder = make_folder(tmp_path / "model", 2, by_hand="sequence_parallel" not in parallelism)
     plain = run_ranks(run, 2, folder, config, tmp_path / "a", dp=dp, timeout=180)
     config = changed(config, parallelism={"compile": True, **parallelism})
     other = run_ranks(run_quietly, 2, folder, config, tmp_path / "b", dp=dp, timeout=500)
