@@ -121,6 +121,35 @@ def test_a_sum_of_products_is_what_it_says():
     torch.library.opcheck(SUM_OF_PRODUCTS, (lefts, rights))
 
 
+@pytest.mark.parametrize("order", ["x x", "xx", "y x y"], ids=str)
+def test_a_sum_of_products_keeps_what_is_added_twice(order):
+    """Terms that are no products, of which one counts as often as it is added."""
+    from tpconvert.parallel.compiled.sums import SUM_OF_PRODUCTS, add_in_place
+
+    graph, given = fx.Graph(), {n: torch.randn(4, 4).double() for n in ("a", "b", "c", "d", "x", "y")}
+    nodes = {}
+
+    def op(target, *args):
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+    for name, value in given.items():
+        nodes[name] = graph.placeholder(name)
+        nodes[name].meta["val"] = value
+    total = op(aten.mm.default, nodes["a"], nodes["b"])
+    total = op(aten.add.Tensor, total, op(aten.mm.default, nodes["c"], nodes["d"]))
+    for names in order.split():
+        term = nodes[names[0]] if len(names) == 1 else op(aten.add.Tensor, nodes[names[0]], nodes[names[1]])
+        total = op(aten.add.Tensor, total, term)
+    taken = op(aten.neg.default, total)
+    graph.output(taken)
+    add_in_place(graph, lambda node: node is taken)
+    graph.lint()
+    assert any(n.target is SUM_OF_PRODUCTS for n in graph.nodes)
+    torch.testing.assert_close(fx.Interpreter(fx.GraphModule({}, graph)).run(*given.values()), taken.meta["val"])
+
+
 def test_products_of_which_torch_looks_for_the_fastest_are_left_to_it():
     def drafted():
         draft = Draft()

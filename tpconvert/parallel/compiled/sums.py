@@ -50,8 +50,8 @@ def add_in_place(graph: fx.Graph, starts: Callable[[fx.Node], bool]) -> None:
     for node in list(graph.nodes):
         if not _adds(node) or not _taken(node, starts):
             continue
-        terms = {term: _product(term) for term in _terms(node)}
-        products = {term: p for term, p in terms.items() if p is not None}
+        terms = list(_terms(node))  # in which what is no product may be twice
+        products = {term: p for term in terms if (p := _product(term)) is not None}
         if len(products) > 1:
             _replace(graph, node, products, [term for term in terms if term not in products])
 
