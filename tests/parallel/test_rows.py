@@ -42,11 +42,11 @@ class Sliced(Draft):
             made = given[0] if target is wire.wait_tensor.default else target(*given, **kwargs)
         return self.meant(node, made)
 
-    def gathered(self, x, cast=None):
+    def gathered(self, x, cast=None, dims=(1, 0, 2, 3)):
         """Rows of ``x``, a rank's slice, in the order of the sequences."""
         came = self.then(wire.all_gather_into_tensor.default, self.then(aten.unsqueeze.default, x, 0), RANKS, "0")
         came = self.then(wire.wait_tensor.default, came)
-        turned = self.then(aten.permute.default, came, [1, 0, 2, 3])
+        turned = self.then(aten.permute.default, came, list(dims))
         rows = self.then(aten.clone.default, turned, memory_format=torch.contiguous_format)
         rows = rows if cast is None else self.then(CAST, rows, cast)
         rows = self.then(aten.view.default, rows, [self.sequences, RANKS * TOKENS_OF_A_RANK, -1])
@@ -97,9 +97,10 @@ def widths(draft):
     return [n.args[0].meta["val"].shape[-1] for n in draft.graph.nodes if n.target is aten.clone.default]
 
 
-def test_a_product_of_what_was_gathered_takes_it_as_it_came():
+@pytest.mark.parametrize("dims", [(1, 0, 2, 3), (-3, -4, 2, -1)])
+def test_a_product_of_what_was_gathered_takes_it_as_it_came(dims):
     draft = Sliced()
-    rows = draft.gathered(draft.slice_())
+    rows = draft.gathered(draft.slice_(), dims=dims)
     products = [draft.then(aten.mm.default, rows, draft.value(f"w{i}", WIDE, NARROW)) for i in range(2)]
     biased = draft.then(aten.addmm.default, draft.value("b", NARROW), rows, draft.value("w", WIDE, NARROW))
     seen = draft.then(aten.view.default, products[0], [draft.rows, NARROW, 1])
@@ -173,11 +174,12 @@ def compiled_layers(mesh, name, plan):
     eager, copied, kept = results(model, ids), [], []
 
     def look(graph):
+        if not any(n.target in (aten.mm.default, aten.addmm.default) for n in graph.nodes):
+            return  # what stands around the layers
         clones = [n for n in graph.nodes if n.target is aten.clone.default]
-        inside = [n for n in clones if any(p.target in (aten.mm.default, aten.addmm.default) for p in graph.nodes)]
-        copied.extend(n.args[0].meta["val"].shape[-1] for n in inside)
+        copied.extend(n.args[0].meta["val"].shape[-1] for n in clones)
         outputs = next(n for n in graph.nodes if n.op == "output").args[0]
-        shapes = [n.meta["val"].shape for n in outputs if isinstance(n, torch.fx.Node) and inside]
+        shapes = [n.meta["val"].shape for n in outputs if isinstance(n, torch.fx.Node)]
         kept.extend(s for s in shapes if math.prod(s[:-1]) == ids.numel() and s[-1:] == (WIDTH,))
 
     for layer in layers_of(model):

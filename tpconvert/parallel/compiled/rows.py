@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from tpconvert.parallel.compiled.sums import VIEWS
+
 aten, wire = torch.ops.aten, torch.ops._c10d_functional
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 CAST = torch.ops.prims.convert_element_type.default
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 PARTS = (
@@ -127,9 +128,9 @@ class _Rows:
         permuted: Any = clone.args[0] if clone.target is aten.clone.default else clone
         if permuted.target is not aten.permute.default or len(clone.users) > 1 or len(permuted.users) > 1:
             return
-        made, dims = permuted.args[0], permuted.args[1]
+        made, dims = permuted.args[0], _dims(permuted)
         at, shape = dims[0], made.meta["val"].shape
-        if not at or list(dims) != [at, *range(at), *range(at + 1, len(dims))] or not _fixed(shape):
+        if not at or dims != [at, *range(at), *range(at + 1, len(dims))] or not _fixed(shape):
             return
         parts = list(_products(made))
         rows = {p.meta["val"].shape[0] for p in parts if p is not None}
@@ -175,11 +176,11 @@ class _Rows:
         permuted: Any = node.args[0] if node.target is aten.clone.default else None
         if permuted is None or permuted.target is not aten.permute.default or not _was_gathered(permuted.args[0]):
             return None
-        came, dims = permuted.args
+        came, dims = permuted.args[0], _dims(permuted)
         at, shape = dims.index(0), came.meta["val"].shape
         count = rows.meta["val"].shape[0]
         ranks, sequences = shape[0], math.prod(shape[1 : at + 1])
-        moved = list(dims) == [*range(1, at + 1), 0, *range(at + 1, len(dims))]
+        moved = dims == [*range(1, at + 1), 0, *range(at + 1, len(dims))]
         if not moved or not _fixed(shape) or sequences == 1 or count % (ranks * sequences):
             return None
         order = ranks, sequences, count // (ranks * sequences)
@@ -212,6 +213,11 @@ class _Rows:
 def _is_product(node: fx.Node) -> bool:
     """Whether it is a product, to each row of which at most the same bias is added."""
     return node.target in PRODUCTS and not node.kwargs and all(b.meta["val"].dim() == 1 for b in node.args[:-2])  # type: ignore[union-attr]
+
+
+def _dims(permuted: Any) -> list[int]:
+    """The dims that a permutation takes, counted from the first."""
+    return [dim % len(permuted.args[1]) for dim in permuted.args[1]]
 
 
 def _is_turned(node: Any) -> bool:

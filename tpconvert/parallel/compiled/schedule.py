@@ -57,7 +57,7 @@ class SpareCopies(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What a cache of compiled graphs goes by."""
-        return get_hash_for_files((__file__, rows.__file__), f"spare copies {self.gather_again}")
+        return get_hash_for_files((__file__, rows.__file__, sums.__file__), f"spare copies {self.gather_again}")
 
 
 class HideCollectives(CustomGraphPass):
