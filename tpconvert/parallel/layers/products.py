@@ -17,8 +17,6 @@ from tpconvert.parallel.comm.begun import begin_join, begin_sum
 from tpconvert.parallel.comm.collectives import all_gather, copy, reduce, summed, summed_own, transformed
 from tpconvert.parallel.comm.mesh import Mesh
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""``x @ weight^T + bias`` in one way or another."""
 ROW, WIDE, MANY = 16, 4096, 256
 """Bytes at whose multiples rows should begin, features and tokens from which on it matters."""
 
