@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpconvert.parallel.comm import collectives
 from tpconvert.parallel.comm.collectives import (
@@ -103,13 +104,17 @@ def shared_rows(mesh):
     torch.testing.assert_close(g[:, 5:], grads[mesh.rank][:, 5:])
 
 
-def slices(mesh, dim, size):
+def slices(mesh, dim, size, rows):
     shape = [2, 3, 2]
     shape[dim] = size * mesh.degree
     mine = slice(mesh.rank * size, (mesh.rank + 1) * size)
 
     def own(x):
-        return x.movedim(dim, 0)[mine].movedim(0, dim)
+        if not rows:
+            return x.movedim(dim, 0)[mine].movedim(0, dim)
+        run = x.flatten(0, dim)
+        count = len(run) // mesh.degree
+        return run[mesh.rank * count : (mesh.rank + 1) * count].reshape(*shape[:dim], size, *shape[dim + 1 :])
 
     wholes, whole = [value(r, *shape) for r in range(mesh.degree)], value(50, *shape)
     for function, x, y, grad, expected in (
@@ -118,18 +123,46 @@ def slices(mesh, dim, size):
         (scatter_slices, whole, own(whole), own(wholes[0]), wholes[0]),
         (reduce_scatter, wholes[mesh.rank], own(sum(wholes)), own(whole), whole),
     ):
-        found, g = run_through(lambda x, f=function: f(x, dim, mesh), x, mesh, grad.contiguous())
+        found, g = run_through(lambda x, f=function: f(x, dim, mesh, rows), x, mesh, grad.contiguous())
         torch.testing.assert_close(found, y, msg=f"{function.__name__} forward")
         torch.testing.assert_close(g, expected, msg=f"{function.__name__} backward")
         assert found.is_contiguous(), function.__name__
-        run_through(lambda x, f=function: f(x, dim, mesh).mul_(2), x, mesh, grad.contiguous())  # may be written into
+        run_through(lambda x, f=function: f(x, dim, mesh, rows).mul_(2), x, mesh, grad.contiguous())  # may be written
 
 
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("size", [1, 3])
-def test_slices_are_joined_and_made_along_any_dim(run_ranks, degree, dim, size):
-    run_ranks(slices, degree, dim, size)
+@pytest.mark.parametrize("rows", [False, True], ids=["of each", "rows of all"])
+def test_slices_are_joined_and_made_along_any_dim(run_ranks, degree, dim, size, rows):
+    run_ranks(slices, degree, dim, size, rows)
+
+
+class Copies(TorchDispatchMode):
+    """Counts what is copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.clone, torch.ops.aten.cat)
+        return func(*args, **(kwargs or {}))
+
+
+def copied(mesh, shape, rows):
+    """How often something is copied to gather and scatter slices, forward and backward."""
+    x = torch.ones(shape, requires_grad=True)
+    with Copies() as seen:
+        y = reduce_scatter(all_gather(x, 1, mesh, rows), 1, mesh, rows)
+        y.backward(torch.ones(shape))
+    return seen.count
+
+
+def test_slices_of_rows_are_gathered_and_scattered_without_a_copy(run_ranks):
+    few = run_ranks(copied, 2, (1, 2, 5), False)[0]  # what gloo copies by itself
+    assert run_ranks(copied, 2, (3, 2, 5), True)[0] == few
+    assert run_ranks(copied, 2, (3, 2, 5), False)[0] == few + 4
 
 
 @pytest.mark.parametrize("function", [all_gather, gather_slices, reduce_scatter, scatter_slices])

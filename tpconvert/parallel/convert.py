@@ -80,7 +80,7 @@ def parallelize(
     for path in dict.fromkeys(rewrite.module for rewrite in plan.rewrites):
         forms = [rewrite for rewrite in plan.rewrites if rewrite.module == path]
         become(module.get_submodule(path), forward=rewritten_forms(module.get_submodule(path), forms, mesh, graphs))
-    add_boundaries(module, boundaries, mesh)
+    add_boundaries(module, boundaries, mesh, plan.slices.rows)
     add_switches(module, plan.switches, mesh)
     surround(module, plan, mesh)
     sum_together(module, mesh)

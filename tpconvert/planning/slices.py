@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tpconvert.analyze.capture.run import Inputs, Trace
 from tpconvert.analyze.choice.choose import Choice
 from tpconvert.analyze.choice.planner import Planner
+from tpconvert.analyze.slices.rows import with_rows
 from tpconvert.analyze.slices.slicing import slice_flow
 from tpconvert.analyze.trace.trees import map_tensors, tensor_slots
 from tpconvert.planning.proof.shapes import prove_shapes
@@ -53,8 +54,9 @@ def sliced_once(
     flow, why = slice_flow(choice.flow, whole)
     if flow is None:
         return None, {None: why}
+    flow, whole = with_rows(choice.flow, flow, whole)
     sliced, refused = planner.sliced(flow, training)
-    candidate = with_sliced_form(plan, sliced, flow.sliced_inputs, tuple(sorted(whole)))
+    candidate = with_sliced_form(plan, sliced, flow.sliced_inputs, tuple(sorted(whole)), flow.rows)
     faults: dict[str | None, str] = dict(refused.items())
     if not faults:
         found = prove_shapes(module, inputs, trace, replace(choice, flow=flow), candidate)

@@ -167,11 +167,15 @@ class Slices:
     boundaries: tuple[Boundary, ...] = ()
     """Those that the plain form has not."""
     whole: tuple[str, ...] = ()
-    """Modules whose forwards see no slices, since they would not run on them."""
+    """Modules whose forwards see no slices, since they would not run on them, or not on slices of rows."""
     switches: tuple[Switch, ...] | None = None
     """Those in the place of the plain ones, where they differ."""
     unreached: tuple[str, ...] | None = None
     """Those in the place of the plain ones, where they differ."""
+    rows: bool = False
+    """Whether a slice is a run of the tokens of all sequences, one sequence after the other, in the shape of a share of
+    each: what lies between regions takes token by token, whichever sequence it is of.  Such a slice lies in one run of
+    memory, so nothing is copied to gather it.  Else it is a run of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,12 @@ def sliced_form(plan: Plan) -> Plan:
         boundaries=tuple(sorted(boundaries, key=lambda b: order.index(b.kind))),
         switches=plan.switches if plan.slices.switches is None else plan.slices.switches,
         unreached=plan.unreached if plan.slices.unreached is None else plan.slices.unreached,
-        slices=Slices("it is already"),
+        slices=Slices("it is already", rows=plan.slices.rows),
     )
 
 
 def with_sliced_form(
-    plan: Plan, form: Plan, inputs: tuple[tuple[str, int], ...] = (), whole: tuple[str, ...] = ()
+    plan: Plan, form: Plan, inputs: tuple[tuple[str, int], ...] = (), whole: tuple[str, ...] = (), rows: bool = False
 ) -> Plan:
     """A plan with ``form`` as its sliced form, of which :func:`sliced_form` is the inverse."""
     summed = {v.name for v in form.verdicts if v.sum_grad}
@@ -49,7 +49,7 @@ def with_sliced_form(
         plan,
         verdicts=tuple(verdicts),
         boundaries=tuple(boundaries),
-        slices=Slices("", inputs, tuple(left.values()), whole, switches, unreached),
+        slices=Slices("", inputs, tuple(left.values()), whole, switches, unreached, rows),
     )
 
 

@@ -35,13 +35,13 @@ from tpconvert.analyze.emulate.lockstep import (
     writes_leaf,
     zero_forward,
 )
+from tpconvert.analyze.emulate.sliced import crossed, lengths, own
 from tpconvert.analyze.emulate.ties import DECIDING, settled
 from tpconvert.analyze.flow.once import root_parameter
 from tpconvert.analyze.flow.randoms import drew
 from tpconvert.analyze.flow.run import Flow, Placed
 from tpconvert.analyze.flow.states import is_op, reaches_all, seeing
 from tpconvert.analyze.trace.trees import Held
-from tpconvert.spec.layout import share
 
 
 @dataclass(slots=True)
@@ -174,7 +174,9 @@ class Lockstep:
         if placed.kind == "single":
             return single(values)
         across = {"gather": gather, "scatter": scatter, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
-        return across[placed.kind](values, [self.indices(placed.node, r, placed.sliced) for r in self.ranks])
+        if placed.sliced is not None:
+            return crossed(self.flow, across[placed.kind], placed, values, self.deal.tp)
+        return across[placed.kind](values, [self.indices(placed.node, r) for r in self.ranks])
 
     def call(self, node: fx.Node, rank: int) -> Any:
         """One op on one rank, with its local operands and sizes."""
@@ -231,17 +233,10 @@ class Lockstep:
 
     def shortened(self, node: fx.Node, args: Any, kwargs: Any, rank: int) -> tuple[Any, Any]:
         """The arguments with the length of this rank's slice in place of the number of tokens."""
-        dim = self.flow.sliced_dims[node]
-        first, last = self.slice(node, dim, rank)
         tree: Any = [args, kwargs]
-        for site in self.ax.sites.get(node, ()):
-            if leaves(site.term) & leaves(self.ax.of(node)[dim]):
-                tree = replaced(tree, site.path, last - first)
+        for path, size in lengths(self.flow, node, rank, self.deal.tp):
+            tree = replaced(tree, path, size)
         return tuple(tree[0]), tree[1]
-
-    def slice(self, node: fx.Node, dim: int, rank: int) -> tuple[int, int]:
-        """The tokens that a rank holds."""
-        return share(self.ax.of(node)[dim].n, rank, self.deal.tp)
 
     def is_local(self, node: fx.Node) -> bool:
         """Whether an op works on parts."""
@@ -264,8 +259,7 @@ class Lockstep:
         for rank, value in enumerate(have):
             want = self.deal.local(whole, dims, rank) if node in self.flow.cut else whole
             if node in self.flow.sliced:
-                first, last = self.slice(node, self.flow.sliced[node], rank)
-                want = want.narrow(self.flow.sliced[node], first, last - first)
+                want = own(self.flow, node, self.flow.sliced[node], want, rank, self.deal.tp)
             worst = max(worst, relative(value, want, whole))
         call = node.meta["call"]
         self.out.forward.append(Difference(node.name, call.module if call else "", worst))
@@ -305,11 +299,9 @@ class Lockstep:
         """What the model returns of a value."""
         return next((self.seen[node, u] for u in node.users if (node, u) in self.seen and not is_op(u)), self.env[node])
 
-    def indices(self, node: fx.Node, rank: int, sliced: int | None = None) -> tuple[int, torch.Tensor, int]:
-        """``(dim, indices, whole size)`` of the one cut dim of a value, or of the one that is sliced."""
+    def indices(self, node: fx.Node, rank: int) -> tuple[int, torch.Tensor, int]:
+        """``(dim, indices, whole size)`` of the one cut dim of a value."""
         dims = self.ax.of(node)
-        if sliced is not None:
-            return sliced, torch.arange(*self.slice(node, sliced, rank)), dims[sliced].n
         dim = next(i for i, t in enumerate(dims) if leaves(t) & self.flow.cut_atoms)
         return dim, self.deal.index(dims[dim], rank), dims[dim].n
 

@@ -92,6 +92,8 @@ class Flow:
     """``(slot, dim)`` of the tokens in the model's inputs."""
     joins: list[Placed] = field(default_factory=list)
     """Where slices are put together."""
+    rows: bool = False
+    """Slices are runs of the tokens of all sequences, rather than of each (:mod:`tpconvert.analyze.slices.rows`)."""
     _atoms: dict[fx.Node, set[Term]] = field(default_factory=dict)
 
     @property

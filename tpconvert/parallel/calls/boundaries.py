@@ -30,13 +30,13 @@ from tpconvert.parallel.layers.products import gathered_from
 from tpconvert.parallel.layers.reads import become
 from tpconvert.spec.plan import Boundary
 
-SLICES: dict[str, Callable[[Tensor, Any, Mesh], Tensor]] = {
+SLICES: dict[str, Callable[[Tensor, Any, Mesh, bool], Tensor]] = {
     "all_gather": gathered_from,
     "reduce_scatter": reduce_scatter,
     "gather": gather_slices,
     "scatter": scatter_slices,
 }
-"""Of a tensor, a dim and a mesh."""
+"""Of a tensor, a dim, a mesh, and whether the slices are of rows."""
 
 TERMS: dict[str, Callable[[Tensor, Mesh], Tensor]] = {"reduce": reduce, "once": once, "single": single}
 """Of a tensor and a mesh."""
@@ -50,6 +50,8 @@ class Crossing:
     mesh: Mesh
     parts: Parts | None
     slots: tuple[Slot, ...]
+    rows: bool
+    """Slices are runs of rows of all sequences (:attr:`tpconvert.spec.plan.Slices.rows`)."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """The tensor on the other side."""
@@ -61,7 +63,7 @@ class Crossing:
         if kind in TERMS:
             return TERMS[kind](x, self.mesh)
         if self.parts is None:
-            return SLICES[kind](x, self.boundary.dim, self.mesh)
+            return SLICES[kind](x, self.boundary.dim, self.mesh, self.rows)
         return gather(x, self.parts, self.mesh) if kind == "gather" else scatter(x, self.parts, self.mesh)
 
 
@@ -187,7 +189,7 @@ def _made_whole_first(crossing: Crossing) -> int:
     return {"copy": 1, "all_gather": 1, "scatter": 2}.get(crossing.boundary.kind, 0)
 
 
-def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) -> None:
+def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh, rows: bool = False) -> None:
     """Hook each boundary to its module: inside the user's output hooks, after the user's input hooks."""
     of_module: dict[str, list[Crossing]] = {}
     for b in boundaries:
@@ -198,7 +200,7 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh) 
             if b.side == "input"
             else output_slots(b.slots, where)
         )
-        of_module.setdefault(b.module, []).append(Crossing(b, mesh, parts, slots))
+        of_module.setdefault(b.module, []).append(Crossing(b, mesh, parts, slots, rows))
     calls = Calls()
     for path, crossings in of_module.items():
         module = root.get_submodule(path)

@@ -21,12 +21,12 @@ def begin_sum(x: Tensor, mesh: Mesh) -> Callable[[], object]:
     return dist.all_reduce(x, group=mesh.group, async_op=True).wait
 
 
-def begin_join(x: Tensor, dim: int, mesh: Mesh) -> Callable[[], Tensor]:
+def begin_join(x: Tensor, dim: int, mesh: Mesh, rows: bool) -> Callable[[], Tensor]:
     """Begin joined_slices, of eager code; what is returned gives the tensor, once it is there."""
     if mesh.group is None:
-        return lambda: joined_slices(x, dim, mesh)
+        return lambda: joined_slices(x, dim, mesh, rows)
     part = x.contiguous()
-    shape, whole = joined_shape(x, dim, mesh), one_run(x, dim)
+    shape, whole = joined_shape(x, dim, mesh), one_run(x, dim, rows)
     out = x.new_empty(shape if whole else [mesh.degree, *x.shape])
     wait: Callable[[], object]
     if copies(x, mesh):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from tpconvert.errors import PlanError
-from tpconvert.parallel.comm.mesh import Mesh, Ranks, dense, joined_shape, one_run, shaped, slice_size
+from tpconvert.parallel.comm.mesh import Mesh, Ranks, dense, joined_shape, one_run, shaped, slice_shape
 from tpconvert.parallel.comm.peers import gather_into, scatter_into
 from tpconvert.spec.layout import Block, Layout, Piece
 
@@ -144,24 +144,24 @@ def single(x: Tensor, mesh: Mesh) -> Tensor:
     return _collective(x, _view, _first, (mesh,)) if _differentiates(x, mesh) else x
 
 
-def all_gather(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+def all_gather(x: Tensor, dim: int, mesh: Mesh, rows: bool = False) -> Tensor:
     """all_gather: slices joined along ``dim`` forward; sum backward, of which this rank takes its slice."""
-    return x if mesh.degree == 1 else _collective(x, joined_slices, summed_slice, (dim, mesh))
+    return x if mesh.degree == 1 else _collective(x, joined_slices, summed_slice, (dim, mesh, rows))
 
 
-def reduce_scatter(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, mesh: Mesh, rows: bool = False) -> Tensor:
     """reduce_scatter: sum forward, of which this rank takes its slice; slices joined backward."""
-    return x if mesh.degree == 1 else _collective(x, summed_slice, joined_slices, (dim, mesh))
+    return x if mesh.degree == 1 else _collective(x, summed_slice, joined_slices, (dim, mesh, rows))
 
 
-def gather_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+def gather_slices(x: Tensor, dim: int, mesh: Mesh, rows: bool = False) -> Tensor:
     """gather of slices: joined along ``dim`` forward, this rank's slice backward."""
-    return x if mesh.degree == 1 else _collective(x, joined_slices, own_slice, (dim, mesh))
+    return x if mesh.degree == 1 else _collective(x, joined_slices, own_slice, (dim, mesh, rows))
 
 
-def scatter_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+def scatter_slices(x: Tensor, dim: int, mesh: Mesh, rows: bool = False) -> Tensor:
     """scatter into slices: this rank's slice along ``dim`` forward, slices joined backward."""
-    return x if mesh.degree == 1 else _collective(x, own_slice, joined_slices, (dim, mesh))
+    return x if mesh.degree == 1 else _collective(x, own_slice, joined_slices, (dim, mesh, rows))
 
 
 def _folded(x: Tensor, parts: Parts, period: int) -> tuple[int, Tensor, Parts]:
@@ -329,35 +329,37 @@ def _over_again(x: Tensor, dim: int, size: int) -> Tensor:
     return take(x, dim, [(0, min(x.shape[dim], size - at)) for at in range(0, size, x.shape[dim])])
 
 
-def joined_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
-    """A new tensor: the ranks' slices one after the other along ``dim``.
+def joined_slices(x: Tensor, dim: int, mesh: Mesh, rows: bool = False) -> Tensor:
+    """A new tensor: the ranks' slices one after the other along ``dim``, or along all dims up to it (``rows``).
 
-    Nothing is copied where the dims before ``dim`` have one index; else once, after the slices have come.
+    Nothing is copied where a slice lies in one run of memory; else once, after all have come.
     """
     if mesh.group is None:
         return _over_again(x, dim, x.shape[dim] + 1)
     shape = joined_shape(x, dim, mesh)
-    if one_run(x, dim):
+    if one_run(x, dim, rows):
         return _all_gather(x.contiguous(), mesh, shape)
     return dense(_all_gather(x.contiguous().unsqueeze(0), mesh).movedim(0, dim).reshape(shape))
 
 
-def summed_slice(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
-    """A new tensor: this rank's slice along ``dim`` of the sum over ranks."""
+def summed_slice(x: Tensor, dim: int, mesh: Mesh, rows: bool = False) -> Tensor:
+    """A new tensor: this rank's slice of the sum over ranks, along ``dim`` or along all dims up to it (``rows``)."""
     if mesh.group is None:
         return own_slice(x, dim, mesh)
-    size = slice_size(x, dim, mesh)
-    if one_run(x, dim) and not torch.compiler.is_compiling():
-        return _reduce_scatter(x.contiguous(), mesh, [size if i == dim else n for i, n in enumerate(x.shape)])
-    return _reduce_scatter(x.unflatten(dim, (mesh.degree, size)).movedim(dim, 0).contiguous(), mesh)
+    shape = slice_shape(x, dim, mesh)
+    if not one_run(x, dim, rows):
+        x = x.unflatten(dim, (mesh.degree, shape[dim])).movedim(dim, 0)
+    return _reduce_scatter(x.contiguous(), mesh, shape)
 
 
-def own_slice(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
-    """A new tensor: this rank's slice along ``dim``; on a dry mesh all but the last index, whatever the degree."""
+def own_slice(x: Tensor, dim: int, mesh: Mesh, rows: bool = False) -> Tensor:
+    """A new tensor: this rank's slice; on a dry mesh all but the last index along ``dim``, whatever the degree."""
     if mesh.dry:
         return take(x, dim, [(0, x.shape[dim] - 1)])
-    size = slice_size(x, dim, mesh)
-    return take(x, dim, [(mesh.rank * size, (mesh.rank + 1) * size)])
+    shape = slice_shape(x, dim, mesh)
+    if rows:
+        return x.contiguous().view(mesh.degree, *shape)[mesh.rank].clone()
+    return take(x, dim, [(mesh.rank * shape[dim], (mesh.rank + 1) * shape[dim])])
 
 
 def _all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
@@ -381,14 +383,14 @@ def _all_gather(x: Tensor, mesh: Mesh, shape: Sequence[int] | None = None) -> Te
     return out
 
 
-def _reduce_scatter(x: Tensor, mesh: Mesh, shape: Sequence[int] | None = None) -> Tensor:
-    """This rank's share of the memory of the sum, by default its index of dim 0; in a tensor that is no view."""
+def _reduce_scatter(x: Tensor, mesh: Mesh, shape: Sequence[int]) -> Tensor:
+    """This rank's share of the memory of the sum, in a tensor of that shape, which is no view of another."""
     if torch.compiler.is_compiling():
         traced = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
-        return shaped(traced(x, "sum", 0, mesh.group), x.shape[1:])
-    out = x.new_empty(x.shape[1:] if shape is None else shape)
+        return shaped(traced(x.view(mesh.degree, *shape), "sum", 0, mesh.group), shape)
+    out = x.new_empty(shape)
     if copies(x, mesh):
-        mesh.peers.receive(mesh.peers.send(x.view(mesh.degree, *out.shape), "scatter"), out.unsqueeze(0))
+        mesh.peers.receive(mesh.peers.send(x.view(mesh.degree, *shape), "scatter"), out.unsqueeze(0))
     else:
         scatter_into(out.view(-1), x.view(-1), mesh.group)
     return out

@@ -143,8 +143,8 @@ def dry_mesh(rank: int, degree: int, *, device: torch.device | str = "meta") -> 
     return Mesh(rank, degree, None, torch.device(device))
 
 
-def slice_size(x: Tensor, dim: int, mesh: Mesh) -> int:
-    """The length of each rank's slice.  Raises PlanError where ranks would not get equally much."""
+def slice_shape(x: Tensor, dim: int, mesh: Mesh) -> list[int]:
+    """The shape of each rank's slice along ``dim``.  Raises PlanError where ranks would not get equally much."""
     size, left = x.shape[dim] // mesh.degree, x.shape[dim] % mesh.degree  # no divmod: it does not compile
     if left:
         raise PlanError(
@@ -152,7 +152,7 @@ def slice_size(x: Tensor, dim: int, mesh: Mesh) -> int:
             f"({x.shape[dim]} % {mesh.degree} is {left}).",
             hint=f"Pad it to {x.shape[dim] + mesh.degree - left}, or convert without sequence_parallel.",
         )
-    return size
+    return [size if i == dim else n for i, n in enumerate(x.shape)]
 
 
 def joined_shape(x: Tensor, dim: int, mesh: Mesh) -> list[int]:
@@ -162,9 +162,9 @@ def joined_shape(x: Tensor, dim: int, mesh: Mesh) -> list[int]:
     return shape
 
 
-def one_run(x: Tensor, dim: int) -> bool:
-    """Whether a slice along ``dim`` lies in one run of memory, as one sequence does, so that nothing need be copied."""
-    return math.prod(x.shape[:dim]) == 1
+def one_run(x: Tensor, dim: int, rows: bool) -> bool:
+    """Whether a rank's slice lies in one run of memory, so that nothing need be copied: of rows, or of one sequence."""
+    return rows or math.prod(x.shape[:dim]) == 1
 
 
 def dense(x: Tensor) -> Tensor:

@@ -106,8 +106,8 @@ class _ReducedProduct(torch.autograd.Function):
 class Gathered:
     """Where a tensor was gathered from, for layers whose backward keeps the slice instead of it."""
 
-    def __init__(self, dim: int, mesh: Mesh) -> None:
-        self.dim, self.mesh = dim, mesh
+    def __init__(self, dim: int, mesh: Mesh, rows: bool) -> None:
+        self.where = dim, mesh, rows
         self.users, self.left = 0, 0
         self.again: Tensor | None = None
         self.coming: Callable[[], Tensor] | None = None
@@ -115,7 +115,7 @@ class Gathered:
     def begin(self, slice_BI: Tensor) -> None:
         """Let it be on its way while something else is computed, if it is not there."""
         if self.coming is None and (self.again is None or self.again.dtype != slice_BI.dtype):
-            self.coming = begin_join(slice_BI, self.dim, self.mesh)
+            self.coming = begin_join(slice_BI, *self.where)
 
     def take(self, slice_BI: Tensor) -> Tensor:
         """The gathered value; it is gathered for the first of its users and dropped after the last."""
@@ -129,11 +129,11 @@ class Gathered:
         return again
 
 
-def gathered_from(slice_BI: Tensor, dim: int, mesh: Mesh) -> Tensor:
+def gathered_from(slice_BI: Tensor, dim: int, mesh: Mesh, rows: bool = False) -> Tensor:
     """all_gather, of a value that :func:`kept_product` may meet."""
-    x_BI = all_gather(slice_BI, dim, mesh)
+    x_BI = all_gather(slice_BI, dim, mesh, rows)
     if torch.is_grad_enabled() and not mesh.dry and not transformed():
-        x_BI._tp_gathered = Gathered(dim, mesh), slice_BI, x_BI._version  # type: ignore[attr-defined]
+        x_BI._tp_gathered = Gathered(dim, mesh, rows), slice_BI, x_BI._version  # type: ignore[attr-defined]
     return x_BI
 
 
@@ -188,7 +188,7 @@ class _KeptProduct(torch.autograd.Function):
         if weight_needed:
             x_BI = kept_BI
             if gathered is not None:
-                x_BI = all_gather(kept_BI, gathered.dim, gathered.mesh) if again else gathered.take(kept_BI)
+                x_BI = all_gather(kept_BI, *gathered.where) if again else gathered.take(kept_BI)
             x_NI = x_BI.flatten(0, -2)
             weight_grad = _odd_to_weight(grad_NO, x_NI) if odd else grad_NO.t() @ x_NI
         if bias_needed:

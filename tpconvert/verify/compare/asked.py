@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from tpconvert.analyze.capture.run import Inputs, Trace
 from tpconvert.analyze.choice.patterns import Classifier, load_patterns
 from tpconvert.analyze.choice.planner import Planner
 from tpconvert.analyze.flow.run import Flow
+from tpconvert.analyze.slices.rows import unlike_rows
 from tpconvert.analyze.slices.slicing import slice_flow
 from tpconvert.errors import VerifyError
 from tpconvert.planning.proof.held import AsRecorded, heard_of
@@ -27,7 +28,10 @@ def sliced_flow(flow: Flow, plan: Plan) -> Flow:
     sliced, why = slice_flow(flow, frozenset(plan.slices.whole))
     if sliced is None:
         raise VerifyError(f"The plan has a form with slices, which cannot be: {why}.")
-    return sliced
+    if plan.slices.rows and (apart := unlike_rows(sliced)):
+        path, why = next(iter(apart.items()))
+        raise VerifyError(f"The plan has slices of rows, which cannot be: {path or 'the model'}: {why}.")
+    return replace(sliced, rows=plan.slices.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

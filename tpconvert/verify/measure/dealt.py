@@ -24,7 +24,7 @@ class Deal:
     """How a plan deals dims to this rank."""
 
     def __init__(self, plan: Plan, rank: int, degree: int) -> None:
-        self.rank, self.degree = rank, degree
+        self.rank, self.degree, self.rows = rank, degree, plan.slices.rows
         self.blocks = list(dict.fromkeys(_blocks(plan)))
 
     def part(self, whole: Tensor, shape: Sequence[int]) -> Tensor | None:
@@ -41,21 +41,22 @@ class Deal:
         for layout, rows in self.layouts(whole.shape[dim], shape[dim]):
             inner = whole.unflatten(dim, (rows, -1))
             return take_pieces(inner, Layout(dim + 1, layout.blocks), self.rank, self.degree).flatten(dim, dim + 1)
-        return None
+        return self.slice(whole, dim, shape) if whole.shape[dim] == shape[dim] * self.degree else None
+
+    def slice(self, whole: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+        """The slice of tokens that this rank has."""
+        if self.rows:
+            return whole.reshape(self.degree, *shape)[self.rank]
+        return whole.narrow(dim, self.rank * shape[dim], shape[dim])
 
     def layouts(self, size: int, own: int) -> Iterator[tuple[Layout, int]]:
-        """The layouts of a dim of ``size`` of which a rank has ``own``, and in how many rows, the fewest first.
-
-        The last is that of slices of tokens.
-        """
+        """The layouts of a dim of ``size`` of which a rank has ``own``, and in how many rows, the fewest first."""
         found = []
         for blocks in self.blocks:
             rows, rest = divmod(size, max(sum(b.size for b in blocks), 1))
             if not rest and rows * Layout(0, blocks).local_size(self.rank, self.degree) == own:
                 found.append((Layout(0, blocks), rows))
         yield from sorted(found, key=lambda f: f[1])
-        if size == own * self.degree:
-            yield Layout(0, (Block(size),)), 1
 
 
 def _blocks(plan: Plan) -> Iterable[tuple[Block, ...]]:
