@@ -47,6 +47,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     device = place(0, options.toy)
     torch.autograd.set_multithreading_enabled(not options.one_thread)
+    torch._dynamo.config.automatic_dynamic_shapes = False  # slices in the same process are no other length to a user
     whole = Case(
         "whole", options.model, options.layers, tokens=options.tokens, batch=options.batch, compiled=options.compiled,
         options=(("graphed", True),) if options.recorded else (),

@@ -114,14 +114,16 @@ class Flow:
 
 
 class Hosts:
-    """Finds module boundaries for values."""
+    """Finds module boundaries for values; what a module in ``closed`` returns leaves it there, not where it is made."""
 
-    def __init__(self, ax: Axes) -> None:
+    def __init__(self, ax: Axes, closed: frozenset[str] = frozenset()) -> None:
         self.outputs: dict[fx.Node, list[Call]] = defaultdict(list)
         self.inputs: dict[fx.Node, list[Call]] = defaultdict(list)
         for call in ax.trace.calls:
+            around = call.parent if call.parent is not None and call.parent.module in closed else None
             for node in dict.fromkeys(call.outputs.values()):
-                self.outputs[node].append(call)
+                if around is None or node not in around.outputs.values():
+                    self.outputs[node].append(call)
             for node in dict.fromkeys(call.inputs.values()):
                 self.inputs[node].append(call)
 

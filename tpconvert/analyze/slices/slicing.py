@@ -41,7 +41,7 @@ class Slicer:
     def __init__(self, tokens: Tokens) -> None:
         self.tokens, self.flow, self.ax, self.trace = tokens, tokens.flow, tokens.ax, tokens.trace
         self.dims, self.odd, self.uses, self.why = tokens.dims, tokens.odd, tokens.uses, tokens.why
-        self.hosts = Hosts(self.ax)
+        self.hosts = Hosts(self.ax, tokens.whole)
         self.root = next((c for c in self.trace.calls if c.parent is None), None)
         self.returned = set(self.trace.outputs.values())
         self.sliced = {n for n in self.dims if self.may_be_sliced(n)}

@@ -330,10 +330,7 @@ def _over_again(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def joined_slices(x: Tensor, dim: int, mesh: Mesh, rows: bool = False) -> Tensor:
-    """A new tensor: the ranks' slices one after the other along ``dim``, or along all dims up to it (``rows``).
-
-    Nothing is copied where a slice lies in one run of memory; else once, after all have come.
-    """
+    """A new tensor: the ranks' slices one after the other along ``dim``, or along all dims up to it (``rows``)."""
     if mesh.group is None:
         return _over_again(x, dim, x.shape[dim] + 1)
     shape = joined_shape(x, dim, mesh)

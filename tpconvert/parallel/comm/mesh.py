@@ -163,7 +163,7 @@ def joined_shape(x: Tensor, dim: int, mesh: Mesh) -> list[int]:
 
 
 def one_run(x: Tensor, dim: int, rows: bool) -> bool:
-    """Whether a rank's slice lies in one run of memory, so that nothing need be copied: of rows, or of one sequence."""
+    """Whether a rank's slice lies in one run of memory, of rows or of one sequence; else it is copied on its way."""
     return rows or math.prod(x.shape[:dim]) == 1
 
 
