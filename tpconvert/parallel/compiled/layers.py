@@ -24,7 +24,7 @@ def compile_layers(
     the layers are compiled too.  ``options`` are those of torch's compiler.  Raises PlanError where there are no
     layers, and warns where ranks would draw numbers of their own.
     """
-    from tpconvert.parallel.compiled.schedule import HideCollectives, SpareCopies  # loads torch's compiler
+    from tpconvert.parallel.compiled.schedule import GatherAgain, HideCollectives  # loads torch's compiler
     from tpconvert.parallel.compiled.substitute import pairs_of
 
     layers = list(layers_of(module))
@@ -33,7 +33,7 @@ def compile_layers(
     warn_of_equal_draws(module, layers)
     own: dict[str, Any] = {
         "post_grad_custom_post_pass": HideCollectives(pairs_of(module)),
-        "joint_custom_post_pass": SpareCopies(gather_again),
+        "joint_custom_post_pass": GatherAgain() if gather_again else None,
         "reorder_for_peak_memory": False,
     }
     for part in module.modules():

@@ -20,9 +20,8 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tpconvert.parallel.compiled import rows, sums
 from tpconvert.parallel.compiled import substitute as substituted
-from tpconvert.parallel.compiled.rows import AGAIN, take_as_they_come
+from tpconvert.parallel.compiled import sums
 from tpconvert.parallel.compiled.substitute import NAMESPACE, Pairs, substitute
 from tpconvert.parallel.compiled.sums import LAYOUT, SUM_OF_PRODUCTS, add_in_place
 
@@ -34,30 +33,23 @@ LATENCY = 4 * 2**20
 aten = torch.ops.aten
 
 
-class SpareCopies(CustomGraphPass):
-    """Of a joint graph: rows of tokens are multiplied in the order in which slices come, so that none are sorted.
-
-    With ``gather_again`` what a forward gathers is gathered again for its backward, which keeps a rank's slice only.
-    """
-
-    def __init__(self, gather_again: bool = True) -> None:
-        self.gather_again = gather_again
+class GatherAgain(CustomGraphPass):
+    """Of a joint graph: what a forward gathers is gathered again for its backward, which keeps a rank's slice only."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Change products, and mark gathers and the same in another layout for the partitioner."""
-        take_as_they_come(graph)
+        """Mark gathers, and the same values in another layout, for the partitioner."""
         backward = _after(n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target))
         again: set[fx.Node] = set()
         for node in (n for n in graph.nodes if n not in backward):
             follows = (_waits(node) or node.target in LAYOUT) and node.args[0] in again
-            if (self.gather_again and (_gathers(node) or follows)) or AGAIN in node.meta:
+            if _gathers(node) or follows:
                 again.add(node)
                 node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)  # checkpointing may have its own
                 node.meta.setdefault("ac_graph_id", 0)
 
     def uuid(self) -> Any:
         """What a cache of compiled graphs goes by."""
-        return get_hash_for_files((__file__, rows.__file__, sums.__file__), f"spare copies {self.gather_again}")
+        return get_hash_for_files((__file__, sums.__file__), "gather again")
 
 
 class HideCollectives(CustomGraphPass):
