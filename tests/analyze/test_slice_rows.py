@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from tests.analyze.test_slicing import Block
 from tests.verify.frame import built, planned
-from tests.zoo.frame import floats, seeded
-from tpconvert.errors import VerifyError
-from tpconvert.parallel import Mesh
+from tests.zoo.frame import floats, seeded, words
+from tpconvert.errors import PlanError, VerifyError
+from tpconvert.parallel import Mesh, parallelize
 from tpconvert.planning import make_plan
 from tpconvert.spec.plan import Plan
 from tpconvert.spec.sliced import sliced_form
@@ -167,3 +167,69 @@ def test_a_plan_keeps_it():
     assert Plan.loads(plan.dumps()).slices.rows and sliced_form(plan).slices.rows
     module, inputs = built("llama")
     assert emulate_module(module, inputs, plan, sequence_parallel=True).equal
+
+
+# -- other calls ------------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """Blocks on words, with places that each sequence may have of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(30, WIDTH), nn.Embedding(8, WIDTH)
+        self.first, self.second = Block(), Block()
+
+    def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:
+        if places is None:
+            places = torch.arange(ids.shape[1])[None]
+        x = self.words(ids)
+        x = F.scaled_dot_product_attention(x, x, x)
+        return self.second(self.first(x) + self.places(places))
+
+
+class Masked(Words):
+    """What is multiplied by hangs on the sequence, if there is a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = Modulation()
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.words(ids)
+        x = self.first(F.scaled_dot_product_attention(x, x, x))
+        if attention_mask is not None:
+            x = x * self.each(attention_mask[:, :4].to(x.dtype))
+        return self.second(x)
+
+
+IDS = words(3, 8, vocab=30)
+OWN = torch.arange(8).repeat(3, 1)
+
+
+def called_otherwise(mesh: Mesh, plan: str) -> str:
+    """What a model says that was planned with places of each sequence, and is given none."""
+    local = parallelize(seeded(Words), Plan.loads(plan), mesh, sequence_parallel=True)
+    whole = seeded(Words)
+    torch.testing.assert_close(local(IDS, OWN), whole(IDS, OWN))
+    torch.testing.assert_close(local(IDS[:1]), whole(IDS[:1]))
+    torch.testing.assert_close(local(IDS[:, :4], OWN[:, :4]), whole(IDS[:, :4], OWN[:, :4]))
+    try:
+        local(IDS)
+    except PlanError as error:
+        return error.message
+    return ""
+
+
+def test_a_value_for_all_sequences_is_refused_where_it_was_planned_as_each_ones_own(run_ranks):
+    plan = make_plan(seeded(Words), {"ids": IDS, "places": OWN}, tp=2)
+    assert plan.slices.rows
+    for said in run_ranks(called_otherwise, 2, plan.dumps()):
+        assert said.startswith("places: 3 sequences meet a value that is for all of them ([1, 8, 22])")
+    assert not make_plan(seeded(Words), {"ids": IDS}, tp=2).slices.rows
+
+
+def test_slices_are_not_of_rows_if_a_call_with_a_mask_tells_sequences_apart():
+    assert make_plan(seeded(Words), {"ids": IDS, "places": OWN}, tp=2).slices.rows
+    plan = make_plan(seeded(Masked), {"ids": IDS}, tp=2)
+    assert plan.slices.reason == "" and not plan.slices.rows

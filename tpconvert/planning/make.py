@@ -265,8 +265,13 @@ class Planning:
         """
         if not choice.chosen or self.tp == 1 or self.training.other is None or self.training.elsewhere():
             return None
-        found, _ = sliced_once(self.module, self.inputs, self.trace, choice, planner, plan, self.training)
+        found, _ = sliced_once(*self.proving(choice, planner, plan))
         return found
+
+    def proving(self, choice: Choice, planner: Planner, plan: Plan) -> tuple[Any, ...]:
+        """What the sliced form of a plan is found and proved by."""
+        flows = self.otherwise.flows
+        return self.module, self.inputs, self.trace, choice, planner, plan, self.training, flows
 
     def with_slices(self, plan: Plan, planner: Planner, choice: Choice) -> Plan:
         """The plan with its sliced form."""
@@ -275,7 +280,7 @@ class Planning:
         if paths := self.training.elsewhere():
             why = f"the forward of {paths[0] or 'the model'} takes another path in training"
             return replace(plan, slices=Slices(why))
-        return with_slices(self.module, self.inputs, self.trace, choice, planner, plan, self.training)
+        return with_slices(*self.proving(choice, planner, plan))
 
     def learn(self, fault: Fault, planner: Planner, choice: Choice, known: Set[Term] | None = None) -> None:
         """A module that came out wrong is rewritten, and if it was already, its axes are given up.

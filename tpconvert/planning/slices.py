@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from tpconvert.analyze.capture.run import Inputs, Trace
 from tpconvert.analyze.choice.choose import Choice
 from tpconvert.analyze.choice.planner import Planner
+from tpconvert.analyze.flow.run import Flow
 from tpconvert.analyze.slices.rows import with_rows
 from tpconvert.analyze.slices.slicing import slice_flow
 from tpconvert.analyze.trace.trees import map_tensors, tensor_slots
@@ -19,7 +21,14 @@ from tpconvert.spec.sliced import with_sliced_form
 
 
 def with_slices(
-    module: nn.Module, inputs: Inputs, trace: Trace, choice: Choice, planner: Planner, plan: Plan, training: Any
+    module: nn.Module,
+    inputs: Inputs,
+    trace: Trace,
+    choice: Choice,
+    planner: Planner,
+    plan: Plan,
+    training: Any,
+    others: Sequence[Flow] = (),
 ) -> Plan:
     """``plan`` with its sliced form, or with why it has none.
 
@@ -27,7 +36,7 @@ def with_slices(
     """
     whole: frozenset[str] = frozenset()
     while True:
-        found, faults = sliced_once(module, inputs, trace, choice, planner, plan, training, whole)
+        found, faults = sliced_once(module, inputs, trace, choice, planner, plan, training, others, whole)
         if found is not None:
             return found
         blamed = {_outer(path, whole) for path in faults if path is not None} - {None}
@@ -45,16 +54,17 @@ def sliced_once(
     planner: Planner,
     plan: Plan,
     training: Any,
+    others: Sequence[Flow] = (),
     whole: frozenset[str] = frozenset(),
 ) -> tuple[Plan | None, dict[str | None, str]]:
     """``plan`` with its sliced form, in which the modules in ``whole`` see whole values; or what is wrong, by module.
 
-    What is wrong with the model altogether stands under None.
+    ``others`` are the flows of other calls.  What is wrong with the model altogether stands under None.
     """
     flow, why = slice_flow(choice.flow, whole)
     if flow is None:
         return None, {None: why}
-    flow, whole = with_rows(choice.flow, flow, whole)
+    flow, whole = with_rows(choice.flow, flow, whole, others)
     sliced, refused = planner.sliced(flow, training)
     candidate = with_sliced_form(plan, sliced, flow.sliced_inputs, tuple(sorted(whole)), flow.rows)
     faults: dict[str | None, str] = dict(refused.items())

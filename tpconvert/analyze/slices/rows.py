@@ -12,7 +12,7 @@ and not the tokens, as what a picture's norms are scaled by; nor where an op mix
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from torch import fx
@@ -23,11 +23,14 @@ from tpconvert.analyze.flow.states import Flow
 from tpconvert.analyze.slices.slicing import slice_flow
 
 
-def with_rows(plain: Flow, sliced: Flow, whole: frozenset[str]) -> tuple[Flow, frozenset[str]]:
+def with_rows(
+    plain: Flow, sliced: Flow, whole: frozenset[str], others: Iterable[Flow] = ()
+) -> tuple[Flow, frozenset[str]]:
     """``(the flow with slices of rows, the modules that see none)``, or what was given where there is no such flow.
 
     Modules that tell sequences apart are to see no slices, if that makes whole again only what is computed before any
-    sum but those of lookups: where positions are added to words, say, and not in each layer.
+    sum but those of lookups: where positions are added to words, say, and not in each layer.  ``others`` are of calls
+    that the same plan is for.
     """
     found, inside = sliced, whole
     while apart := unlike_rows(found):
@@ -36,7 +39,15 @@ def with_rows(plain: Flow, sliced: Flow, whole: frozenset[str]) -> tuple[Flow, f
         if other is None or (found.local - other.local) & _behind(_scattered(found) - plain.ax.lookups):
             return sliced, whole
         found = other
-    return (sliced, whole) if one_sequence(found) else (replace(found, rows=True), inside)
+    if one_sequence(found) or any(tells_apart(other, inside) for other in others):
+        return sliced, whole
+    return replace(found, rows=True), inside
+
+
+def tells_apart(plain: Flow, whole: frozenset[str]) -> bool:
+    """Whether slices of rows would not do in a flow."""
+    sliced, _ = slice_flow(plain, whole)
+    return sliced is None or bool(unlike_rows(sliced))
 
 
 def unlike_rows(flow: Flow) -> dict[str, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tpconvert.errors import PlanError
@@ -42,6 +44,40 @@ TERMS: dict[str, Callable[[Tensor, Mesh], Tensor]] = {"reduce": reduce, "once": 
 """Of a tensor and a mesh."""
 
 
+@dataclass(eq=False)
+class Rows:
+    """How many sequences are in the values that the root's current forward slices, by how many tokens these have.
+
+    A value for all sequences (positions, say, that were planned as each one's own) would meet rows of other tokens.
+    """
+
+    sequences: dict[int, int] = field(default_factory=dict)
+    running: bool = False
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Hook: the root's forward begins."""
+        self.sequences.clear()
+        self.running = True
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook: the root's forward is over."""
+        self.running = False
+
+    def meet(self, x: Tensor, boundary: Boundary) -> None:
+        """Raise PlanError where one value has a single sequence for several of another."""
+        if not self.running or torch.compiler.is_compiling():
+            return
+        assert boundary.dim is not None
+        count = math.prod(x.shape[: boundary.dim])
+        known = self.sequences.setdefault(x.shape[boundary.dim], count)
+        if known != count and 1 in (known, count):
+            raise PlanError(
+                f"{boundary.module or 'the model'}: {max(known, count)} sequences meet a value that is for all of them "
+                f"({list(x.shape)}), where the model was planned with one for each.",
+                hint="Plan it with inputs like these, or convert it without sequence_parallel.",
+            )
+
+
 @dataclass(frozen=True)
 class Crossing:
     """A boundary with what its collective needs."""
@@ -50,8 +86,8 @@ class Crossing:
     mesh: Mesh
     parts: Parts | None
     slots: tuple[Slot, ...]
-    rows: bool
-    """Slices are runs of rows of all sequences (:attr:`tpconvert.spec.plan.Slices.rows`)."""
+    rows: Rows | None = None
+    """Where slices are runs of rows of all sequences (:attr:`tpconvert.spec.plan.Slices.rows`)."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """The tensor on the other side."""
@@ -63,7 +99,9 @@ class Crossing:
         if kind in TERMS:
             return TERMS[kind](x, self.mesh)
         if self.parts is None:
-            return SLICES[kind](x, self.boundary.dim, self.mesh, self.rows)
+            if kind == "scatter" and self.rows is not None:
+                self.rows.meet(x, self.boundary)
+            return SLICES[kind](x, self.boundary.dim, self.mesh, self.rows is not None)
         return gather(x, self.parts, self.mesh) if kind == "gather" else scatter(x, self.parts, self.mesh)
 
 
@@ -192,6 +230,7 @@ def _made_whole_first(crossing: Crossing) -> int:
 def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh, rows: bool = False) -> None:
     """Hook each boundary to its module: inside the user's output hooks, after the user's input hooks."""
     of_module: dict[str, list[Crossing]] = {}
+    shared = Rows() if rows else None
     for b in boundaries:
         parts = parts_of(b.dim, b.blocks, mesh) if b.blocks else None
         where = b.module or "the root module"
@@ -200,7 +239,7 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh, 
             if b.side == "input"
             else output_slots(b.slots, where)
         )
-        of_module.setdefault(b.module, []).append(Crossing(b, mesh, parts, slots, rows))
+        of_module.setdefault(b.module, []).append(Crossing(b, mesh, parts, slots, shared))
     calls = Calls()
     for path, crossings in of_module.items():
         module = root.get_submodule(path)
@@ -219,3 +258,6 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh, 
     if calls.planned:
         root.register_forward_pre_hook(calls.begin, prepend=True)
         root.register_forward_hook(calls.end, always_call=True)
+    if shared is not None and any(c.boundary.kind == "scatter" for crossings in of_module.values() for c in crossings):
+        root.register_forward_pre_hook(shared.begin, prepend=True)
+        root.register_forward_hook(shared.end, always_call=True)

@@ -103,6 +103,11 @@ class Otherwise:
         """What was captured."""
         return [seen.trace for mode in (*self.known.values(), *self.sides.values()) for seen in mode]
 
+    @property
+    def flows(self) -> list[Flow]:
+        """The flows of the calls that a plan was held to last."""
+        return [choice.flow for _, choice in self.chosen]
+
     def held(self, plan: Plan, training: Training, flow: Flow) -> Plan:
         """The plan, whose flow is given, with what other calls need.
 
