@@ -41,7 +41,7 @@ class Slicer:
     def __init__(self, tokens: Tokens) -> None:
         self.tokens, self.flow, self.ax, self.trace = tokens, tokens.flow, tokens.ax, tokens.trace
         self.dims, self.odd, self.uses, self.why = tokens.dims, tokens.odd, tokens.uses, tokens.why
-        self.hosts = Hosts(self.ax, tokens.whole)
+        self.hosts, self.makers = Hosts(self.ax), Hosts(self.ax, tokens.whole)
         self.root = next((c for c in self.trace.calls if c.parent is None), None)
         self.returned = set(self.trace.outputs.values())
         self.sliced = {n for n in self.dims if self.may_be_sliced(n)}
@@ -163,7 +163,7 @@ class Slicer:
             slots = tuple(s for s, n in self.root.inputs.items() if n is node) if self.root is not None else ()
             return Host(self.root, "input", slots) if self.root is not None and slots else None
         reduced = self.flow.reduced.get(node)
-        return reduced.host if reduced is not None else self.hosts.output(node)
+        return reduced.host if reduced is not None else self.makers.output(node)
 
     def covered(
         self, node: fx.Node, wanted: list[Use], others: list[Use]
