@@ -175,7 +175,7 @@ def test_a_graph_that_writes_keeps_its_order_but_for_writes_into_inputs_at_its_e
 
 
 def test_only_what_a_forward_gathers_is_gathered_again():
-    from tpconvert.parallel.compiled.schedule import GatherAgain
+    from tpconvert.parallel.compiled.schedule import JointPass
 
     draft = Draft()
     x, grad = draft.value("primals_1"), draft.value("tangents_1")
@@ -185,7 +185,7 @@ def test_only_what_a_forward_gathers_is_gathered_again():
         wait = draft.op(wire.wait_tensor.default, start)
         scattered = draft.op(wire.reduce_scatter_tensor.default, wait, "sum", 2, "0")
         marked.append((start, wait, scattered))
-    GatherAgain()(draft.graph)
+    JointPass()(draft.graph)
     assert [["recompute" in n.meta for n in nodes] for nodes in marked] == [[True, True, False], [False] * 3]
 
 
@@ -201,10 +201,10 @@ def passes_alone(gm, inputs, pairs=None, begun=None, halved=None, look=None):
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
-    from tpconvert.parallel.compiled.schedule import GatherAgain, HideCollectives
+    from tpconvert.parallel.compiled.schedule import HideCollectives, JointPass
 
     def partitioned(joint, joint_inputs, **rest):
-        GatherAgain()(joint.graph)
+        JointPass()(joint.graph)
         return min_cut_rematerialization_partition(joint, joint_inputs, **rest)
 
     def ordered(graph_module, _):

@@ -19,12 +19,12 @@ def compile_layers(
     """Compile each repeated layer of ``module`` in place, and return them.
 
     A layer is one graph forward and one backward, in which sums and gathers run beside arithmetic that does not need
-    them, and products take slices of a batch in the order in which they come.  With ``gather_again`` a layer keeps a
-    rank's slice of what sequence parallelism gathers, and gathers it again for its backward.  Norms that stand beside
-    the layers are compiled too.  ``options`` are those of torch's compiler.  Raises PlanError where there are no
-    layers, and warns where ranks would draw numbers of their own.
+    them, and narrow products of one value (q, k and v) are one.  With ``gather_again`` a layer keeps a rank's slice of
+    what sequence parallelism gathers, and gathers it again for its backward.  Norms that stand beside the layers are
+    compiled too.  ``options`` are those of torch's compiler.  Raises PlanError where there are no layers, and warns
+    where ranks would draw numbers of their own.
     """
-    from tpconvert.parallel.compiled.schedule import GatherAgain, HideCollectives  # loads torch's compiler
+    from tpconvert.parallel.compiled.schedule import HideCollectives, JointPass  # loads torch's compiler
     from tpconvert.parallel.compiled.substitute import pairs_of
 
     layers = list(layers_of(module))
@@ -33,7 +33,7 @@ def compile_layers(
     warn_of_equal_draws(module, layers)
     own: dict[str, Any] = {
         "post_grad_custom_post_pass": HideCollectives(pairs_of(module)),
-        "joint_custom_post_pass": GatherAgain() if gather_again else None,
+        "joint_custom_post_pass": JointPass(gather_again),
         "reorder_for_peak_memory": False,
     }
     for part in module.modules():

@@ -20,10 +20,11 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
+from tpconvert.parallel.compiled import merged, sums
 from tpconvert.parallel.compiled import substitute as substituted
-from tpconvert.parallel.compiled import sums
+from tpconvert.parallel.compiled.merged import merge_products
 from tpconvert.parallel.compiled.substitute import NAMESPACE, Pairs, substitute
-from tpconvert.parallel.compiled.sums import LAYOUT, SUM_OF_PRODUCTS, add_in_place
+from tpconvert.parallel.compiled.sums import LAYOUT, SUM_OF_PRODUCTS, add_in_place, after
 
 FLOPS_PER_BYTE = 3000
 """Arithmetic that takes as long as a byte on its way: some 600 TFLOP/s beside 200 GB/s."""
@@ -33,12 +34,24 @@ LATENCY = 4 * 2**20
 aten = torch.ops.aten
 
 
-class GatherAgain(CustomGraphPass):
-    """Of a joint graph: what a forward gathers is gathered again for its backward, which keeps a rank's slice only."""
+class JointPass(CustomGraphPass):
+    """Of a joint graph: narrow products of one value are one product, and what is gathered need not be kept.
+
+    With ``gather_again`` what a forward gathers is gathered again for its backward, which keeps a rank's slice only.
+    """
+
+    def __init__(self, gather_again: bool = True) -> None:
+        self.gather_again = gather_again
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Mark gathers, and the same values in another layout, for the partitioner."""
-        backward = _after(n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target))
+        """Merge products, and mark gathers and the same values in another layout for the partitioner."""
+        merge_products(graph)
+        if self.gather_again:
+            self.mark(graph)
+
+    def mark(self, graph: fx.Graph) -> None:
+        """What is gathered is made again."""
+        backward = after(n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target))
         again: set[fx.Node] = set()
         for node in (n for n in graph.nodes if n not in backward):
             follows = (_waits(node) or node.target in LAYOUT) and node.args[0] in again
@@ -49,7 +62,7 @@ class GatherAgain(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What a cache of compiled graphs goes by."""
-        return get_hash_for_files((__file__, sums.__file__), "gather again")
+        return get_hash_for_files((__file__, merged.__file__, sums.__file__), f"gather again {self.gather_again}")
 
 
 class HideCollectives(CustomGraphPass):
@@ -184,18 +197,6 @@ def _before(nodes: Iterable[fx.Node], among: dict[fx.Node, int], but: Iterable[f
         if node in among and node not in but and node not in found:
             found[node] = None
             waiting += node.all_input_nodes
-    return found
-
-
-def _after(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """``nodes`` and all that depends on them."""
-    found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.users
     return found
 
 

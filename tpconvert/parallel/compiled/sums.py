@@ -11,7 +11,7 @@ collective takes what is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -48,15 +48,15 @@ SUM_OF_PRODUCTS = torch.ops.tpconvert.sum_of_products.default
 def add_in_place(graph: fx.Graph, starts: Callable[[fx.Node], bool]) -> None:
     """Make one op of the products in each sum that collectives alone take; ``starts`` tells which nodes those are."""
     for node in list(graph.nodes):
-        if not _adds(node) or not _taken(node, starts):
+        if not adds(node) or not _taken(node, starts):
             continue
-        terms = list(_terms(node))  # in which what is no product may be twice
+        terms = list(summed_terms(node))  # in which what is no product may be twice
         products = {term: p for term in terms if (p := _product(term)) is not None}
         if len(products) > 1:
             _replace(graph, node, products, [term for term in terms if term not in products])
 
 
-def _adds(node: fx.Node) -> bool:
+def adds(node: fx.Node) -> bool:
     """Whether it adds two tensors of one shape and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return False
@@ -70,11 +70,11 @@ def _taken(node: fx.Node, starts: Callable[[fx.Node], bool]) -> bool:
     return bool(users) and all(starts(u) or (u.target in LAYOUT and _taken(u, starts)) for u in users)
 
 
-def _terms(total: fx.Node) -> Iterator[fx.Node]:
+def summed_terms(total: fx.Node) -> Iterator[fx.Node]:
     """What a sum adds, and what the sums in it add that nobody else reads."""
     for term in total.all_input_nodes:
-        if _adds(term) and len(term.users) == 1:
-            yield from _terms(term)
+        if adds(term) and len(term.users) == 1:
+            yield from summed_terms(term)
         else:
             yield term
 
@@ -120,3 +120,15 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(node)
         for each in given:
             _erase(graph, each)
+
+
+def after(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """``nodes`` and all that depends on them."""
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.users
+    return found
