@@ -108,7 +108,8 @@ def _sequence(plan: Plan) -> str:
     if plan.slices.reason:
         return f"not parallel: {plan.slices.reason}"
     places = ", ".join(f"dim {dim} of {slot.partition('.')[2]}" for slot, dim in plan.slices.inputs)
-    return f"can be parallel{f' along {places}' if places else ''}"
+    shared = ", whole sequences" if plan.slices.sequences else ""
+    return f"can be parallel{f' along {places}' if places else ''}{shared}"
 
 
 def plan_text(report: PlanReport) -> str:

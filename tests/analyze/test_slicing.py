@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tests.verify.frame import built, planned
 from tests.zoo.frame import floats, seeded
 from tpconvert.planning import make_plan
-from tpconvert.spec.plan import Plan
+from tpconvert.spec.plan import Plan, Slices
 from tpconvert.spec.sliced import sliced_form, with_sliced_form
 from tpconvert.verify import emulate_module
 
@@ -197,7 +197,7 @@ def test_every_rank_in_lockstep_finds_a_slice_that_is_not_in_the_plan():
     less = with_sliced_form(
         plan,
         Plan(**{f: getattr(form, f) for f in ("tp", "verdicts", "axes", "edits")}, boundaries=form.boundaries[1:]),
-        plan.slices.inputs,
+        Slices(inputs=plan.slices.inputs),
     )
     result = emulate_module(module, inputs, less, sequence_parallel=True)
     assert not result.equal

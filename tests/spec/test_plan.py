@@ -5,7 +5,7 @@ import pytest
 
 from tpconvert.errors import PlanError
 from tpconvert.spec.layout import Block, Layout
-from tpconvert.spec.plan import Axis, Boundary, Edit, Plan, Rewrite, Switch, Verdict
+from tpconvert.spec.plan import Axis, Boundary, Edit, Plan, Rewrite, Slices, Switch, Verdict
 from tpconvert.spec.sliced import sliced_form, with_sliced_form
 
 PLAN = Plan(
@@ -43,7 +43,7 @@ def sliced_plan() -> Plan:
         boundaries=(replace(PLAN.boundaries[1], kind="reduce_scatter", dim=1), outer),
         switches=(Switch("drop", "input", True),),
     )
-    return with_sliced_form(plain, form, (("args.0", 1),))
+    return with_sliced_form(plain, form, Slices(inputs=(("args.0", 1),)))
 
 
 def test_the_sliced_form_is_kept_as_what_differs():

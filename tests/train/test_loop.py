@@ -1,6 +1,7 @@
 """Training in parts is training of the whole."""
 
 import ast
+import contextlib
 import warnings
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from tests.train.tiny import make_folder, make_text, train_plainly
 from tpconvert.checkpoint import merge, read_plan
 from tpconvert.errors import ConfigError, TrainError
 from tpconvert.parallel import Mesh
-from tpconvert.train.loop import seed_micro_batch, train
+from tpconvert.parallel.comm.mesh import dry_mesh
+from tpconvert.spec.plan import Plan, Slices
+from tpconvert.train.loop import check_slices, seed_micro_batch, train
 from tpconvert.train.model.open import build, open_module
 from tpconvert.train.saving import state
 from tpconvert.train.settings.config import Config, make_config
@@ -85,6 +88,17 @@ def test_a_length_that_ranks_cannot_share_is_told_before_training(run_ranks, tmp
     config = changed(settings(tmp_path, seq_len=15), parallelism={"sequence_parallel": True})
     every = run_ranks(refused, 2, make_folder(tmp_path / "model", 2, by_hand=False), config, tmp_path / "run")
     assert every == [("seq_len 15 is no multiple of tp=2.", "training.seq_len=14")] * 2
+
+
+@pytest.mark.parametrize(
+    ("micro", "held", "told"),
+    [(3, 0, "micro_batch_size 3 is no multiple of tp=2."), (4, 7, "7 sequences are held out"), (4, 6, ""), (4, 8, "")],
+)
+def test_so_is_a_batch_where_they_share_whole_sequences(tmp_path: Path, micro: int, held: int, told: str):
+    config = changed(settings(tmp_path, seq_len=15, micro_batch_size=micro), parallelism={"sequence_parallel": True})
+    plan = Plan(2, (), slices=Slices(sequences=True))
+    with pytest.raises(ConfigError, match=told) if told else contextlib.nullcontext():
+        check_slices(state.Run(tmp_path, tmp_path, plan, config, dry_mesh(0, 2)), held)
 
 
 def test_fp8_where_the_device_has_none_is_one_line(tmp_path: Path):

@@ -8,7 +8,7 @@ import torch
 from tests.ranks import RankFailedError
 from tests.verify.frame import built, planned
 from tpconvert.parallel import Mesh, parallelize
-from tpconvert.spec.plan import Plan
+from tpconvert.spec.plan import Plan, Slices
 from tpconvert.spec.sliced import sliced_form, with_sliced_form
 from tpconvert.verify import Result, compare_on_rank, emulate_module
 
@@ -56,7 +56,7 @@ def turned(kind: str, into: str, module: str):
         sliced = sliced_form(plan)
         assert sum((b.kind, b.module) == (kind, module) for b in sliced.boundaries) == 1
         boundaries = [replace(b, kind=into) if (b.kind, b.module) == (kind, module) else b for b in sliced.boundaries]
-        return with_sliced_form(plan, replace(sliced, boundaries=tuple(boundaries)), plan.slices.inputs)
+        return with_sliced_form(plan, replace(sliced, boundaries=tuple(boundaries)), Slices(inputs=plan.slices.inputs))
 
     return change
 
@@ -66,7 +66,7 @@ def dropped(kind: str, module: str):
         form = sliced_form(plan)
         boundaries = [b for b in form.boundaries if (b.kind, b.module) != (kind, module)]
         assert len(boundaries) == len(form.boundaries) - 1
-        return with_sliced_form(plan, replace(form, boundaries=tuple(boundaries)), plan.slices.inputs)
+        return with_sliced_form(plan, replace(form, boundaries=tuple(boundaries)), Slices(inputs=plan.slices.inputs))
 
     return change
 

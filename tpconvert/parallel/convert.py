@@ -53,7 +53,7 @@ def parallelize(
     ``gather_output=False`` leaves the logits cut, for a vocab-parallel loss; :func:`output_gathers` says which and how.
     On a GPU rows of such logits may have gaps between them, where a rank's part of the words is of an odd size.
     ``sequence_parallel`` leaves each rank a slice of the tokens between cut regions, where the plan knows how; the
-    length of a sequence must then be a multiple of the degree.
+    length of a sequence must then be a multiple of the degree, or the size of a batch where whole sequences are shared.
     ``waves`` is in how many shares of the tokens regions end: each is summed over ranks while the next is computed.
     Without, that is one; two in compiled layers where what is summed is copied between GPUs.
     """
@@ -80,7 +80,7 @@ def parallelize(
     for path in dict.fromkeys(rewrite.module for rewrite in plan.rewrites):
         forms = [rewrite for rewrite in plan.rewrites if rewrite.module == path]
         become(module.get_submodule(path), forward=rewritten_forms(module.get_submodule(path), forms, mesh, graphs))
-    add_boundaries(module, boundaries, mesh, plan.slices.rows)
+    add_boundaries(module, boundaries, mesh, plan.slices)
     add_switches(module, plan.switches, mesh)
     surround(module, plan, mesh)
     sum_together(module, mesh)

@@ -41,7 +41,7 @@ from tpconvert.planning.proof.held import NotWrittenError, hold
 from tpconvert.planning.proof.shapes import Fault, prove_shapes
 from tpconvert.planning.proof.training import Training
 from tpconvert.planning.reproduce import NotHeldError
-from tpconvert.planning.slices import sliced_once, with_slices
+from tpconvert.planning.slices import SlicedForm
 from tpconvert.spec.plan import Plan, Slices
 
 RANKS = "asks torch.distributed for ranks: once converted, it is shown those of dp, since those of tp hold the same"
@@ -265,13 +265,14 @@ class Planning:
         """
         if not choice.chosen or self.tp == 1 or self.training.other is None or self.training.elsewhere():
             return None
-        found, _ = sliced_once(*self.proving(choice, planner, plan))
+        form = self.sliced(choice, planner, plan)
+        found, _ = form.once(form.shares_sequences())
         return found
 
-    def proving(self, choice: Choice, planner: Planner, plan: Plan) -> tuple[Any, ...]:
+    def sliced(self, choice: Choice, planner: Planner, plan: Plan) -> SlicedForm:
         """What the sliced form of a plan is found and proved by."""
         flows = self.otherwise.flows
-        return self.module, self.inputs, self.trace, choice, planner, plan, self.training, flows
+        return SlicedForm(self.module, self.inputs, self.trace, choice, planner, plan, self.training, flows)
 
     def with_slices(self, plan: Plan, planner: Planner, choice: Choice) -> Plan:
         """The plan with its sliced form."""
@@ -280,7 +281,7 @@ class Planning:
         if paths := self.training.elsewhere():
             why = f"the forward of {paths[0] or 'the model'} takes another path in training"
             return replace(plan, slices=Slices(why))
-        return with_slices(*self.proving(choice, planner, plan))
+        return self.sliced(choice, planner, plan).found()
 
     def learn(self, fault: Fault, planner: Planner, choice: Choice, known: Set[Term] | None = None) -> None:
         """A module that came out wrong is rewritten, and if it was already, its axes are given up.

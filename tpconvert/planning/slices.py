@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tpconvert.analyze.capture.run import Inputs, Trace
@@ -13,65 +14,73 @@ from tpconvert.analyze.choice.choose import Choice
 from tpconvert.analyze.choice.planner import Planner
 from tpconvert.analyze.flow.run import Flow
 from tpconvert.analyze.slices.rows import with_rows
-from tpconvert.analyze.slices.slicing import slice_flow
+from tpconvert.analyze.slices.slicing import is_odd, slice_flow
 from tpconvert.analyze.trace.trees import map_tensors, tensor_slots
 from tpconvert.planning.proof.shapes import prove_shapes
 from tpconvert.spec.plan import Plan, Slices
 from tpconvert.spec.sliced import with_sliced_form
 
 
-def with_slices(
-    module: nn.Module,
-    inputs: Inputs,
-    trace: Trace,
-    choice: Choice,
-    planner: Planner,
-    plan: Plan,
-    training: Any,
-    others: Sequence[Flow] = (),
-) -> Plan:
-    """``plan`` with its sliced form, or with why it has none.
+@dataclass(frozen=True, slots=True, eq=False)
+class SlicedForm:
+    """What the sliced form of a plan is found and proved by."""
 
-    A module whose forward does not run on slices, or not in the shapes expected, is made to see whole values.
-    """
-    whole: frozenset[str] = frozenset()
-    while True:
-        found, faults = sliced_once(module, inputs, trace, choice, planner, plan, training, others, whole)
-        if found is not None:
-            return found
-        blamed = {_outer(path, whole) for path in faults if path is not None} - {None}
-        if not blamed:
-            path, why = next(iter(faults.items()))
-            return replace(plan, slices=Slices(why if path is None else f"{path or 'the model'}: {why}"))
-        whole |= {path for path in blamed if path is not None}
+    module: nn.Module
+    inputs: Inputs
+    trace: Trace
+    choice: Choice
+    planner: Planner
+    plan: Plan
+    training: Any
+    others: Sequence[Flow] = ()
+    """The flows of other calls."""
 
+    def found(self) -> Plan:
+        """The plan with its sliced form, or with why it has none."""
+        if self.shares_sequences() and not (plan := self.with_slices(True)).slices.reason:
+            return plan
+        return self.with_slices(False)
 
-def sliced_once(
-    module: nn.Module,
-    inputs: Inputs,
-    trace: Trace,
-    choice: Choice,
-    planner: Planner,
-    plan: Plan,
-    training: Any,
-    others: Sequence[Flow] = (),
-    whole: frozenset[str] = frozenset(),
-) -> tuple[Plan | None, dict[str | None, str]]:
-    """``plan`` with its sliced form, in which the modules in ``whole`` see whole values; or what is wrong, by module.
+    def shares_sequences(self) -> bool:
+        """Whether ranks cannot have equally many tokens, whatever the model is called with."""
+        flow, _ = slice_flow(self.choice.flow)
+        return flow is not None and is_odd(flow, self.plan.tp)
 
-    ``others`` are the flows of other calls.  What is wrong with the model altogether stands under None.
-    """
-    flow, why = slice_flow(choice.flow, whole)
-    if flow is None:
-        return None, {None: why}
-    flow, whole = with_rows(choice.flow, flow, whole, others)
-    sliced, refused = planner.sliced(flow, training)
-    candidate = with_sliced_form(plan, sliced, flow.sliced_inputs, tuple(sorted(whole)), flow.rows)
-    faults: dict[str | None, str] = dict(refused.items())
-    if not faults:
-        found = prove_shapes(module, inputs, trace, replace(choice, flow=flow), candidate)
-        faults |= {f.module: f.why for f in found}
-    return (None, faults) if faults else (candidate, {})
+    def with_slices(self, sequences: bool) -> Plan:
+        """The plan with slices of tokens, or whole sequences, or with why it has none.
+
+        A module whose forward does not run on slices, or not in the shapes expected, is made to see whole values.
+        """
+        whole: frozenset[str] = frozenset()
+        while True:
+            found, faults = self.once(sequences, whole)
+            if found is not None:
+                return found
+            blamed = {_outer(path, whole) for path in faults if path is not None} - {None}
+            if not blamed:
+                path, why = next(iter(faults.items()))
+                return replace(self.plan, slices=Slices(why if path is None else f"{path or 'the model'}: {why}"))
+            whole |= {path for path in blamed if path is not None}
+
+    def once(self, sequences: bool, whole: frozenset[str] = frozenset()) -> tuple[Plan | None, dict[str | None, str]]:
+        """The plan with such slices, of which the modules in ``whole`` see none; or what is wrong, by module.
+
+        What is wrong with the model altogether stands under None.
+        """
+        choice, plan = self.choice, self.plan
+        flow, why = slice_flow(choice.flow, whole, sequences)
+        if flow is None:
+            return None, {None: why}
+        if not sequences:
+            flow, whole = with_rows(choice.flow, flow, whole, self.others)
+        sliced, refused = self.planner.sliced(flow, self.training)
+        made = Slices("", flow.sliced_inputs, whole=tuple(sorted(whole)), rows=flow.rows, sequences=sequences)
+        candidate = with_sliced_form(plan, sliced, made)
+        faults: dict[str | None, str] = dict(refused.items())
+        if not faults:
+            found = prove_shapes(self.module, self.inputs, self.trace, replace(choice, flow=flow), candidate)
+            faults |= {f.module: f.why for f in found}
+        return (None, faults) if faults else (candidate, {})
 
 
 def _outer(path: str, whole: frozenset[str]) -> str | None:
@@ -84,17 +93,25 @@ def _outer(path: str, whole: frozenset[str]) -> str | None:
 
 
 def divided(inputs: Any, plan: Plan) -> Any:
-    """``inputs`` with sequences cut off where ranks would not get equally many tokens; None where some get none."""
+    """``inputs`` with sequences cut off where ranks would not get equally many tokens; None where some get none.
+
+    Where ranks share out whole sequences, some are left out, or come again where there are fewer than ranks.
+    """
     slots = dict(tensor_slots(inputs))
     known = [(slots.get(slot.partition(".")[2]), dim) for slot, dim in plan.slices.inputs]
     dims = {(id(t), dim) for t, dim in known if t is not None}
     lengths = {t.shape[dim] for t, dim in known if t is not None}
-    if min(lengths, default=plan.tp) < plan.tp:
+    sequences = plan.slices.sequences
+    if min(lengths, default=plan.tp) < (sequences or plan.tp):
         return None
 
     def cropped(t: Tensor) -> Tensor:
         kept = t
         for dim, n in enumerate(t.shape):
+            if sequences:
+                enough = torch.arange(max(n // plan.tp, 1) * plan.tp, device=t.device) % max(n, 1)
+                kept = kept.index_select(dim, enough) if (id(t), dim) in dims else kept
+                continue
             alike = n in lengths and dim > 0 and not t.is_floating_point()  # a mask that the plan does not know of
             if (id(t), dim) in dims or alike:
                 kept = kept.narrow(dim, 0, n // plan.tp * plan.tp)

@@ -176,6 +176,9 @@ class Slices:
     """Whether a slice is a run of the tokens of all sequences, one sequence after the other, in the shape of a share of
     each: what lies between regions takes token by token, whichever sequence it is of.  Such a slice lies in one run of
     memory, so nothing is copied to gather it.  Else it is a run of each sequence."""
+    sequences: bool = False
+    """Whether a slice is some of the sequences of a batch, each with all its tokens, which are too odd a number for the
+    ranks, whatever the model is called with: 197 of a picture, say.  :attr:`inputs` are the dims of the sequences."""
 
 
 @dataclass(frozen=True, slots=True)

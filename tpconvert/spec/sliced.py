@@ -27,14 +27,12 @@ def sliced_form(plan: Plan) -> Plan:
         boundaries=tuple(sorted(boundaries, key=lambda b: order.index(b.kind))),
         switches=plan.switches if plan.slices.switches is None else plan.slices.switches,
         unreached=plan.unreached if plan.slices.unreached is None else plan.slices.unreached,
-        slices=Slices("it is already", rows=plan.slices.rows),
+        slices=Slices("it is already", rows=plan.slices.rows, sequences=plan.slices.sequences),
     )
 
 
-def with_sliced_form(
-    plan: Plan, form: Plan, inputs: tuple[tuple[str, int], ...] = (), whole: tuple[str, ...] = (), rows: bool = False
-) -> Plan:
-    """A plan with ``form`` as its sliced form, of which :func:`sliced_form` is the inverse."""
+def with_sliced_form(plan: Plan, form: Plan, told: Slices) -> Plan:
+    """A plan with ``form`` as its sliced form, of which :func:`sliced_form` is the inverse, and ``told`` of it."""
     summed = {v.name for v in form.verdicts if v.sum_grad}
     left = {_whole(b): b for b in form.boundaries}
     boundaries = []
@@ -49,7 +47,7 @@ def with_sliced_form(
         plan,
         verdicts=tuple(verdicts),
         boundaries=tuple(boundaries),
-        slices=Slices("", inputs, tuple(left.values()), whole, switches, unreached, rows),
+        slices=replace(told, boundaries=tuple(left.values()), switches=switches, unreached=unreached),
     )
 
 

@@ -83,6 +83,7 @@ def train(
     config = examples.resolved(config)
     changed = state.changes(start, config, mesh.dp_degree) if progress.step else ""
     run = replace(run, config=config)
+    check_slices(run, 0 if examples.held is None else len(examples.held))
     best = gathered(mesh, together(mesh, lambda: find_best(run, progress)))[0]
     progress = replace(progress, best=best)
 
@@ -213,24 +214,40 @@ def take_step(
     return loss, size, scale.after(size, training)
 
 
+def check_slices(run: Run, held: int) -> None:
+    """Raise ConfigError where ranks cannot have equally many tokens, or sequences of a batch; ``held`` are held out."""
+    training, tp = run.config.training, run.mesh.degree
+    if not run.config.parallelism.sequence_parallel or tp == 1:
+        return
+    sizes = {"seq_len": training.seq_len}
+    if run.plan.slices.sequences:
+        sizes = {"micro_batch_size": training.micro_batch_size}
+        last = held % training.micro_batch_size
+        if rest := last % tp:
+            raise ConfigError(
+                f"{held} sequences are held out, which leaves a batch of {last}, no multiple of tp={tp}.",
+                hint=f"Hold out {held - rest}, or set parallelism.sequence_parallel=false.",
+            )
+    for name, size in sizes.items():
+        if size % tp:
+            raise ConfigError(
+                f"{name} {size} is no multiple of tp={tp}.",
+                hint=f"Set training.{name}={max(size - size % tp, tp)}, or parallelism.sequence_parallel=false.",
+            )
+
+
 def open_model(run: Run, start: Path, progress: Progress, trust_remote_code: bool, packed: bool) -> Model:
     """This rank's part of the model, with the weights in ``start``."""
     config, mesh = run.config, run.mesh
     dtype = master_dtype(config.training.precision)
     tensors = together(mesh, lambda: state.load_tensors(start, mesh, dtype, masters=progress.step > 0))
-    sliced, length = config.parallelism.sequence_parallel, config.training.seq_len
-    if sliced and length % mesh.degree:
-        raise ConfigError(
-            f"seq_len {length} is no multiple of tp={mesh.degree}.",
-            hint=f"Set training.seq_len={length - length % mesh.degree}, or parallelism.sequence_parallel=false.",
-        )
     module, call, cut = build(
         lambda: open_module(run.base, run.plan, trust_remote_code=trust_remote_code),
         run.plan,
         mesh,
         tensors,
         dtype,
-        sliced,
+        config.parallelism.sequence_parallel,
         call=make_call if config.data.dataset is None else lambda _: OwnCall(),
         whole=config.data.loss is not None,
     )

@@ -17,22 +17,29 @@ from tpconvert.analyze.axes.run import inplace_target, is_many
 from tpconvert.analyze.capture.run import Call
 from tpconvert.analyze.flow.states import Flow, Host, Hosts, Placed, differentiable, is_op
 from tpconvert.analyze.slices.placing import Placing
-from tpconvert.analyze.slices.tokens import Tokens, Use, sequences
+from tpconvert.analyze.slices.tokens import Tokens, Use, shared_dims
 
 
-def slice_flow(flow: Flow, whole: frozenset[str] = frozenset()) -> tuple[Flow | None, str]:
+def slice_flow(flow: Flow, whole: frozenset[str] = frozenset(), sequences: bool = False) -> tuple[Flow | None, str]:
     """``(the flow with slices, "")``, or ``(None, why there are none)``.
 
-    The forwards of ``whole`` modules are to see no slices.
+    The forwards of ``whole`` modules are to see no slices.  Slices are of tokens, or with ``sequences`` whole sequences
+    of a batch; all that is said of tokens here holds of those.
     """
-    keys = sequences(flow)
+    keys = shared_dims(flow, sequences)
     if not keys:
-        return None, "no sum over ranks is of a value with a dim for its tokens"
+        return None, f"no sum over ranks is of a value with a dim for its {'sequences' if sequences else 'tokens'}"
     slicer = Slicer(Tokens(flow, keys, whole))
     slicer.settle()
     if not slicer.local:
         return None, slicer.reason()
     return Placing(slicer).flow(), ""
+
+
+def is_odd(flow: Flow, tp: int) -> bool:
+    """Whether there is a number of tokens that ranks cannot share equally, and the model is called with none."""
+    crossed = [p for p in flow.placed if p.sliced is not None]
+    return not flow.sliced_inputs and any(flow.ax.of(p.node)[p.sliced].n % tp for p in crossed if p.sliced is not None)
 
 
 class Slicer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,11 @@ class Use:
     """As the size of that very dim of the op's result, which has to be a slice if the value is."""
 
 
-def sequences(flow: Flow) -> set[Key]:
+def shared_dims(flow: Flow, sequences: bool = False) -> set[Key]:
     """The dims along which values are sliced: of each sum the one that ops mix, and else its rows.
 
-    Which is to say the tokens, whichever dim has them; not the features, which weights carry.
+    Which is to say the tokens, whichever dim has them; not the features, which weights carry.  With ``sequences`` what
+    is beside those.
     """
     ax = flow.ax
     contracting = {n for _, n in ax.contracts}
@@ -48,15 +49,15 @@ def sequences(flow: Flow) -> set[Key]:
             pending += [u for u in here.users if is_op(u) and len(u.all_input_nodes) == 1 and not is_many(ax.dims[u])]
     mixed = {a for t, n in ax.contracts for a in leaves(t)}
     mixed |= {a for t, b in ax.blocks if b.node.meta["op"] != "input" for a in leaves(t)}
-    found: dict[bool, set[Key]] = {True: set(), False: set()}
-    for node in flow.reduced:
-        terms = [t for t in ax.of(node) if t.n > 1 and leaves(t) and not leaves(t) & features]
-        for is_mixed in (True, False):
-            if mine := [t for t in terms if bool(leaves(t) & mixed) is is_mixed]:
-                found[is_mixed].add(key_of(mine[-1]))
-                break
-    keys = found[True] or found[False]
+    sums = [[t for t in ax.of(n) if t.n > 1 and leaves(t) and not leaves(t) & features] for n in flow.reduced]
+    tokens = _last(sums, lambda t: bool(leaves(t) & mixed)) or _last(sums, lambda t: True)
+    keys = _last(sums, lambda t: key_of(t) not in tokens) if sequences else tokens
     return {k for k in keys if len(k) == 1} or keys  # rows of all sequences, where nothing has those of one apart
+
+
+def _last(sums: list[list[Term]], chosen: Callable[[Term], bool]) -> set[Key]:
+    """The last such dim of each sum that has one."""
+    return {key_of(mine[-1]) for terms in sums if (mine := [t for t in terms if chosen(t)])}
 
 
 def key_of(term: Term) -> Key:

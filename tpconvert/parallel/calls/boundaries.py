@@ -30,7 +30,7 @@ from tpconvert.parallel.comm.collectives import (
 from tpconvert.parallel.comm.mesh import Mesh
 from tpconvert.parallel.layers.products import gathered_from
 from tpconvert.parallel.layers.reads import become
-from tpconvert.spec.plan import Boundary
+from tpconvert.spec.plan import Boundary, Slices
 
 SLICES: dict[str, Callable[[Tensor, Any, Mesh, bool], Tensor]] = {
     "all_gather": gathered_from,
@@ -88,6 +88,8 @@ class Crossing:
     slots: tuple[Slot, ...]
     rows: Rows | None = None
     """Where slices are runs of rows of all sequences (:attr:`tpconvert.spec.plan.Slices.rows`)."""
+    sequences: bool = False
+    """Slices are whole sequences (:attr:`tpconvert.spec.plan.Slices.sequences`)."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """The tensor on the other side."""
@@ -101,6 +103,8 @@ class Crossing:
         if self.parts is None:
             if kind == "scatter" and self.rows is not None:
                 self.rows.meet(x, self.boundary)
+            if "scatter" in kind and self.sequences:
+                check_batch(x.shape[self.boundary.dim], self.mesh)
             return SLICES[kind](x, self.boundary.dim, self.mesh, self.rows is not None)
         return gather(x, self.parts, self.mesh) if kind == "gather" else scatter(x, self.parts, self.mesh)
 
@@ -227,10 +231,20 @@ def _made_whole_first(crossing: Crossing) -> int:
     return {"copy": 1, "all_gather": 1, "scatter": 2}.get(crossing.boundary.kind, 0)
 
 
-def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh, rows: bool = False) -> None:
+def check_batch(size: int, mesh: Mesh) -> None:
+    """Raise PlanError where ranks cannot have equally many sequences of a batch."""
+    if size % mesh.degree and not mesh.dry:
+        raise PlanError(
+            f"A batch of {size} cannot be shared equally by {mesh.degree} ranks "
+            f"({size} % {mesh.degree} is {size % mesh.degree}).",
+            hint=f"Use a multiple of {mesh.degree}, or convert without sequence_parallel.",
+        )
+
+
+def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh, slices: Slices) -> None:
     """Hook each boundary to its module: inside the user's output hooks, after the user's input hooks."""
     of_module: dict[str, list[Crossing]] = {}
-    shared = Rows() if rows else None
+    shared = Rows() if slices.rows else None
     for b in boundaries:
         parts = parts_of(b.dim, b.blocks, mesh) if b.blocks else None
         where = b.module or "the root module"
@@ -239,7 +253,7 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh, 
             if b.side == "input"
             else output_slots(b.slots, where)
         )
-        of_module.setdefault(b.module, []).append(Crossing(b, mesh, parts, slots, shared))
+        of_module.setdefault(b.module, []).append(Crossing(b, mesh, parts, slots, shared, slices.sequences))
     calls = Calls()
     for path, crossings in of_module.items():
         module = root.get_submodule(path)

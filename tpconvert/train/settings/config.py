@@ -53,7 +53,8 @@ class Parallelism(Section):
     collectives: Literal["auto", "copies", "nccl"] = "auto"
     """Of tp ranks: copies between two GPUs of one machine, or nccl. auto copies what is very large; copies all."""
     sequence_parallel: bool = False
-    """Between cut regions each tp rank has a slice of the sequence; seq_len must be a multiple of tp."""
+    """Between cut regions each tp rank has a slice of the sequence; seq_len must be a multiple of tp, or
+    micro_batch_size where the plan shares whole sequences (slices.sequences)."""
     bucket_mb: float = Field(25.0, gt=0)
     """For ddp: gradients are summed over dp in buckets of this size."""
     pp: int = Field(1, ge=1)

@@ -25,7 +25,7 @@ from tpconvert.verify.result import Check
 
 def sliced_flow(flow: Flow, plan: Plan) -> Flow:
     """The flow in the sliced form of a plan.  Raises VerifyError where the graph has none."""
-    sliced, why = slice_flow(flow, frozenset(plan.slices.whole))
+    sliced, why = slice_flow(flow, frozenset(plan.slices.whole), plan.slices.sequences)
     if sliced is None:
         raise VerifyError(f"The plan has a form with slices, which cannot be: {why}.")
     if plan.slices.rows and (apart := unlike_rows(sliced)):

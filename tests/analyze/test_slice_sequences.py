@@ -1,0 +1,185 @@
+"""Slices that are whole sequences: where ranks cannot share the tokens, whatever a model is called with."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.analyze.test_slicing import Block
+from tests.verify.frame import built, planned
+from tests.zoo.frame import floats, seeded
+from tpconvert.errors import PlanError
+from tpconvert.parallel import Mesh, parallelize
+from tpconvert.planning import make_plan
+from tpconvert.report import plan_report, plan_text
+from tpconvert.spec.plan import Plan
+from tpconvert.spec.sliced import sliced_form
+from tpconvert.verify import compare_on_rank, emulate_module
+
+WIDTH = 22
+
+
+class Pictures(nn.Module):
+    """Four patches of a picture and a token beside them, which makes five; then two blocks, and something between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, stride=4)
+        self.beside = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.places = nn.Parameter(torch.zeros(1, 5, WIDTH))
+        self.first, self.second, self.norm = Block(), Block(), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 6)
+
+    def embedded(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        return torch.cat([self.beside.expand(x.shape[0], -1, -1), x], 1) + self.places
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedded(x)
+        x = F.scaled_dot_product_attention(x, x, x)
+        return self.head(self.norm(self.second(self.between(self.first(x))))[:, 0])
+
+
+class Counted(Pictures):
+    """Pictures are counted in a way that nobody can follow."""
+
+    def embedded(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        return torch.cat([self.beside.expand(len(x), -1, -1), x], 1) + self.places
+
+
+class Centred(Pictures):
+    """The mean of all pictures."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True)
+
+
+class Shifted(Pictures):
+    """A picture takes the next one's."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x + x.roll(1, 0)
+
+
+class Halved(Pictures):
+    """By the number of pictures, of which a rank has fewer."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x / len(x)
+
+
+class Mixed(Pictures):
+    """Tokens are mixed between the blocks, each picture's by themselves."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+class Turned(Pictures):
+    """Tokens come first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedded(x)
+        x = F.scaled_dot_product_attention(x, x, x).transpose(0, 1)
+        return self.head(self.norm(self.second(self.first(x)))[0])
+
+
+class Standardized(Pictures):
+    """By statistics of all pictures, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.standard = nn.BatchNorm1d(WIDTH)
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.standard(x.transpose(1, 2)).transpose(1, 2)
+
+
+INPUTS = {"x": floats(4, 3, 8, 8)}
+ALL = (Pictures, Counted, Mixed, Turned, Centred, Shifted, Halved, Standardized)
+
+
+@pytest.mark.parametrize(
+    ("cls", "first", "second"),
+    [
+        (Pictures, True, False), (Counted, True, False), (Mixed, True, False), (Turned, True, False),
+        *((cls, False, True) for cls in (Centred, Shifted, Halved)),  # what lies between sees whole values
+        (Standardized, True, False),  # a module of its own does
+    ],
+)  # fmt: skip
+def test_an_odd_number_of_tokens_that_no_input_has_leaves_sequences_to_share(cls, first, second):
+    plan = make_plan(seeded(cls), INPUTS, tp=2)
+    assert plan.slices.reason == "" and plan.slices.sequences and not plan.slices.rows
+    found = {(b.kind, b.module, b.dim) for b in sliced_form(plan).boundaries}
+    dim = int(cls is Turned)
+    assert ("reduce_scatter", "second.down", dim) in found
+    assert (("reduce_scatter", "first.down", dim) in found) is first
+    assert (("scatter", "second", dim) in found) is second
+    result = emulate_module(seeded(cls), INPUTS, plan, sequence_parallel=True)
+    assert result.equal, result.verdict()
+
+
+def compared(mesh: Mesh, cls, plan: str, pictures: int) -> bool:
+    inputs = {"x": INPUTS["x"][:pictures]}
+    result = compare_on_rank(seeded(cls), inputs, Plan.loads(plan), mesh, sequence_parallel=True)
+    return result is None or result.equal
+
+
+@pytest.mark.parametrize("cls", ALL)
+@pytest.mark.parametrize(("tp", "pictures"), [(2, 4), (2, 3), (4, 2)])
+def test_they_are_equal_on_ranks(run_ranks, cls, tp, pictures):
+    assert run_ranks(compared, tp, cls, make_plan(seeded(cls), INPUTS, tp=tp).dumps(), pictures)[0]
+
+
+def test_tokens_are_shared_where_they_can_be():
+    class Even(Pictures):
+        def embedded(self, x: Tensor) -> Tensor:
+            return super().embedded(x)[:, 1:]
+
+    slices = make_plan(seeded(Even), INPUTS, tp=2).slices
+    assert slices.reason == "" and not slices.sequences and slices.rows
+    assert make_plan(seeded(Even), INPUTS, tp=3).slices.sequences
+    assert not planned("llama", 2).slices.sequences  # its 13 tokens are an input's, which may have others
+
+
+def test_tokens_stay_where_no_sequences_can_be_shared():
+    """A single picture, say: then a slice has to be of tokens, and the number that ranks cannot share is told."""
+    plan = make_plan(seeded(Pictures), {"x": INPUTS["x"][:1]}, tp=2)
+    assert plan.slices.reason == "" and not plan.slices.sequences
+
+
+def odd_batch(mesh: Mesh, plan: str) -> str:
+    module = parallelize(seeded(Pictures), Plan.loads(plan), mesh, sequence_parallel=True)
+    try:
+        module(INPUTS["x"][:3])
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_a_batch_that_cannot_be_shared_is_told(run_ranks):
+    every = run_ranks(odd_batch, 2, make_plan(seeded(Pictures), INPUTS, tp=2).dumps())
+    assert all("A batch of 3 cannot be shared equally by 2 ranks (3 % 2 is 1)" in text for text in every)
+    assert all("Use a multiple of 2" in text for text in every)
+
+
+def test_a_plan_that_says_so_of_other_slices_is_refused():
+    plan = make_plan(seeded(Pictures), INPUTS, tp=2)
+    other = replace(plan, slices=replace(plan.slices, sequences=False))
+    assert not emulate_module(seeded(Pictures), INPUTS, other, sequence_parallel=True).equal
+    module, inputs = built("llama")
+    told = planned("llama", 2)
+    other = replace(told, slices=replace(told.slices, sequences=True))
+    assert not emulate_module(module, inputs, other, sequence_parallel=True).equal
+
+
+def test_a_plan_and_its_report_keep_it():
+    plan = make_plan(seeded(Pictures), INPUTS, tp=2)
+    assert Plan.loads(plan.dumps()).slices.sequences and sliced_form(plan).slices.sequences
+    assert "whole sequences" in plan_text(plan_report(plan))
