@@ -91,6 +91,17 @@ class Turned(Two):
         return self.second(self.first(x))
 
 
+class Spread(Two):
+    """To all tokens of all sequences the same is added, as many times as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Parameter(torch.randn(WIDTH))
+
+    def between(self, x: Tensor, each: Tensor) -> Tensor:
+        return x + self.same.expand(x.shape[0], x.shape[1], -1)
+
+
 class TurnedBetween(Two):
     """Tokens come first in one block and second in the other."""
 
@@ -109,7 +120,7 @@ def planned_of(cls) -> Plan:
     ("cls", "rows"),
     [
         (Two, True), (Halved, True), (Turned, True), (Placed, False), (Modulated, False), (Centred, False),
-        (Shifted, False), (TurnedBetween, False),
+        (Shifted, False), (TurnedBetween, False), (Spread, True),
     ],
 )  # fmt: skip
 def test_slices_are_of_rows_where_nothing_between_regions_tells_sequences_apart(cls, rows):
@@ -119,12 +130,19 @@ def test_slices_are_of_rows_where_nothing_between_regions_tells_sequences_apart(
     assert result.equal, result.verdict()
 
 
+def test_what_is_the_same_for_all_tokens_is_made_for_as_many_as_a_slice_has():
+    plan = planned_of(Spread)
+    assert [v.on_slices for v in plan.verdicts if v.name == "same"] == [True]
+    kinds = {(b.kind, b.module) for b in sliced_form(plan).boundaries}
+    assert ("reduce_scatter", "first.down") in kinds and ("scatter", "second") not in kinds
+
+
 def compared(mesh: Mesh, cls, plan: str) -> bool:
     result = compare_on_rank(seeded(cls), INPUTS, Plan.loads(plan), mesh, sequence_parallel=True)
     return result is None or result.equal
 
 
-ALL = [Two, Halved, Turned, Placed, Modulated, Centred, Shifted, TurnedBetween]
+ALL = [Two, Halved, Turned, Placed, Modulated, Centred, Shifted, TurnedBetween, Spread]
 
 
 @pytest.mark.parametrize("cls", ALL)

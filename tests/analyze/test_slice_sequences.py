@@ -121,6 +121,7 @@ def test_an_odd_number_of_tokens_that_no_input_has_leaves_sequences_to_share(cls
     assert ("reduce_scatter", "second.down", dim) in found
     assert (("reduce_scatter", "first.down", dim) in found) is first
     assert (("scatter", "second", dim) in found) is second
+    assert (("scatter", "", 0) in found) is (first and cls is not Counted)  # where the token beside is as often
     result = emulate_module(seeded(cls), INPUTS, plan, sequence_parallel=True)
     assert result.equal, result.verdict()
 

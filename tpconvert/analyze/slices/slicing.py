@@ -101,13 +101,19 @@ class Slicer:
     def check_operands(self, node: fx.Node) -> None:
         """An op that works on slices has slices to work on, and nothing with tokens in another place."""
         operands = node.all_input_nodes
-        if not any(n in self.sliced or (n in self.dims and n.meta.get("grad")) for n in operands):
+        has_tokens = any(n in self.sliced or (n in self.dims and n.meta.get("grad")) for n in operands)
+        if not has_tokens and not self.spread(node):
             self.give_up(node, "nothing it is computed from has tokens", sliced=False)
         elif odd := next((n for n in operands if n in self.odd), None):
             self.give_up(node, f"it is computed from tokens in another order ({odd.name})", sliced=False)
         target = inplace_target(node)
         if target is not None and target not in self.sliced:
             self.give_up(node, "it is written into a whole value")
+
+    def spread(self, node: fx.Node) -> bool:
+        """Whether an op gives all tokens the same, as many as there are of something of which ranks have slices."""
+        counted = self.tokens.counted.get(node, ())
+        return node.meta["op"] == "expand" and bool(counted) and all(n in self.sliced for n in counted)
 
     def check_uses(self, node: fx.Node) -> None:
         """Each use can be given what it needs."""

@@ -98,6 +98,8 @@ class Tokens:
         """``(slot, dim)`` of each dim of tokens of the model's inputs."""
         self.bad = self.unsliceable()
         """Ops that do not work slice by slice."""
+        self.counted: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        """Op -> the values whose number of tokens it is given as that of its result."""
         self.uses = self.all_uses()
 
     def find_dims(self) -> None:
@@ -159,7 +161,9 @@ class Tokens:
                 for node, dim in dims_read(number.expression):
                     if self.dims.get(node) == dim:
                         uses[node].append(Use(user.meta["call"], user, size=True, exact=exact))
-                        if not exact:
+                        if exact:
+                            self.counted[user].append(node)
+                        else:
                             self.bad.add(user)
                             self.why.setdefault(user, f"{user.meta['op']} computes with the number of tokens")
         for call in self.trace.calls:
