@@ -1,17 +1,20 @@
 """Slices that are whole sequences: where ranks cannot share the tokens, whatever a model is called with."""
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.analyze.test_slicing import Block
 from tests.verify.frame import built, planned
 from tests.zoo.frame import floats, seeded
 from tpconvert.errors import PlanError
-from tpconvert.parallel import Mesh, parallelize
+from tpconvert.parallel import Mesh, dry_mesh, parallelize
 from tpconvert.planning import make_plan
 from tpconvert.report import plan_report, plan_text
 from tpconvert.spec.plan import Plan
@@ -184,3 +187,48 @@ def test_a_plan_and_its_report_keep_it():
     plan = make_plan(seeded(Pictures), INPUTS, tp=2)
     assert Plan.loads(plan.dumps()).slices.sequences and sliced_form(plan).slices.sequences
     assert "whole sequences" in plan_text(plan_report(plan))
+
+
+# -- the bias of a sum ------------------------------------------------------------------------------------------------
+
+
+class Rows(TorchDispatchMode):
+    """How many rows each sum over rows has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.sum.dim_IntList and args[0].dim() > 1 and args[0].shape[-1] == WIDTH:
+            self.found.append(args[0].numel() // WIDTH)
+        return func(*args, **(kwargs or {}))
+
+
+def summed_rows(mesh: Mesh, plan: str) -> tuple[list[int], bool]:
+    whole = seeded(Pictures).double()
+    x = INPUTS["x"].double()
+    whole(x).square().sum().backward()
+    module = parallelize(seeded(Pictures).double(), Plan.loads(plan), mesh, sequence_parallel=True)
+    loss = module(x).square().sum()
+    with Rows() as rows:
+        loss.backward()
+    ours, theirs = (dict(m.named_parameters()) for m in (module, whole))
+    names = ("first.down.bias", "second.down.bias")
+    same = [torch.allclose(ours[name].grad, theirs[name].grad, rtol=1e-10, atol=1e-12) for name in names]
+    return rows.found, all(same)
+
+
+def test_the_gradient_of_a_bias_after_a_sum_is_of_the_rows_that_a_rank_has(run_ranks):
+    """Two of four pictures, of five tokens; gathered, every rank would sum all 20 rows."""
+    plan = make_plan(seeded(Pictures), INPUTS, tp=2)
+    for rows, same in run_ranks(summed_rows, 2, plan.dumps()):
+        assert same and 20 not in rows and rows.count(10) >= 2
+
+
+def test_a_copied_and_a_pickled_module_keep_how_they_share():
+    plan = make_plan(seeded(Pictures), INPUTS, tp=2)
+    module = parallelize(seeded(Pictures), plan, dry_mesh(0, 2, device="cpu"), sequence_parallel=True)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert other.first.down.tp_shares is not None
+        assert other(INPUTS["x"]).shape == module(INPUTS["x"]).shape

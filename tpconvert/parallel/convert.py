@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
 from tpconvert.errors import PlanError
-from tpconvert.parallel.calls.boundaries import add_boundaries
+from tpconvert.parallel.calls.boundaries import Crossing, add_boundaries, crossing
 from tpconvert.parallel.calls.kept import keep, refuse_converted
 from tpconvert.parallel.calls.rewrite import rewritten_forms
 from tpconvert.parallel.calls.surroundings import surround
@@ -267,13 +267,20 @@ def swap_classes(
         done.add(id(module))
         layer = None if path in rewritten else _layer_for(module, path, verdicts, path in summed)
         reads = {a: r for a, v in verdicts.items() if (r := _read_for(v, mesh)) is not None}
-        reduces = _reduces(boundaries, path) if layer is not None and _may_sum(module, layer, verdicts) else []
-        boundaries = [b for b in boundaries if not any(b is r for r in reduces)]
+        own = _own_sum(boundaries, path) if layer is not None and _may_sum(module, layer, verdicts) else None
+        shares: Crossing | None = None
+        if own is not None and own.kind == "reduce_scatter":
+            if layer is RowParallelLinear and "bias" in reads:
+                reads["bias"] = Read(mesh, sum_grad=True)  # of which each rank has the gradient of its slice
+                shares = crossing(own, mesh, plan.slices)
+            else:
+                own = None
+        boundaries = [b for b in boundaries if b is not own]
         become(module, layer, reads)
         if layer is not None:
-            extra: tuple[Any, ...] = (path,) if layer is ColumnParallelLinear else (bool(reduces),)
+            extra: tuple[Any, ...] = (path,) if layer is ColumnParallelLinear else (own is not None,)
             if layer is RowParallelLinear:
-                extra = (*extra, waves)
+                extra = (*extra, waves, shares)
             elif layer is VocabParallelEmbedding:
                 extra = (*extra, parts_of(0, verdicts["weight"].layout.blocks, mesh))
             module.become(verdicts["weight"].shape, mesh, *extra)
@@ -291,18 +298,14 @@ def _may_sum(module: nn.Module, layer: type[nn.Module], verdicts: dict[str, Verd
     return bias is None or bias.once
 
 
-def _reduces(boundaries: list[Boundary], path: str) -> list[Boundary]:
-    """The reduces of the module's whole output, one for each call."""
-    found: dict[int, Boundary] = {}
-    for b in boundaries:
-        if b.module == path and _sums_output(b):
-            found.setdefault(b.call, b)
-    return list(found.values())
+def _own_sum(boundaries: list[Boundary], path: str) -> Boundary | None:
+    """The sum of the module's whole output, in whatever form."""
+    return next((b for b in boundaries if b.module == path and _sums_output(b, ("reduce", "reduce_scatter"))), None)
 
 
-def _sums_output(b: Boundary) -> bool:
+def _sums_output(b: Boundary, kinds: tuple[str, ...] = ("reduce",)) -> bool:
     """Whether a boundary is the reduce of all that a module returns, whichever call it is."""
-    return b.kind == "reduce" and b.side == "output" and b.slots == ("",) and b.call == -1
+    return b.kind in kinds and b.side == "output" and b.slots == ("",) and b.call == -1
 
 
 def _layer_for(module: nn.Module, path: str, verdicts: dict[str, Verdict], reduced: bool) -> type[nn.Module] | None:

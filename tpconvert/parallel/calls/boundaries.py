@@ -241,19 +241,27 @@ def check_batch(size: int, mesh: Mesh) -> None:
         )
 
 
+def crossing(
+    boundary: Boundary, mesh: Mesh, slices: Slices, slots: tuple[Slot, ...] = (), shared: Rows | None = None
+) -> Crossing:
+    """A boundary of a plan with such ``slices``; ``shared`` is what the root knows of rows."""
+    parts = parts_of(boundary.dim, boundary.blocks, mesh) if boundary.blocks else None
+    rows = (shared or Rows()) if slices.rows else None
+    return Crossing(boundary, mesh, parts, slots, rows, slices.sequences)
+
+
 def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh, slices: Slices) -> None:
     """Hook each boundary to its module: inside the user's output hooks, after the user's input hooks."""
     of_module: dict[str, list[Crossing]] = {}
     shared = Rows() if slices.rows else None
     for b in boundaries:
-        parts = parts_of(b.dim, b.blocks, mesh) if b.blocks else None
         where = b.module or "the root module"
         slots = (
             input_slots(root.get_submodule(b.module), b.slots, where)
             if b.side == "input"
             else output_slots(b.slots, where)
         )
-        of_module.setdefault(b.module, []).append(Crossing(b, mesh, parts, slots, shared, slices.sequences))
+        of_module.setdefault(b.module, []).append(crossing(b, mesh, slices, slots, shared))
     calls = Calls()
     for path, crossings in of_module.items():
         module = root.get_submodule(path)

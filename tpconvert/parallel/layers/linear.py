@@ -10,6 +10,7 @@ Shapes: B any leading dims, I in, O out, V words; ``_r`` a rank's part::
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,27 +77,39 @@ class ColumnParallelLinear(nn.Linear):
 class RowParallelLinear(nn.Linear):
     """A linear layer over this rank's part of its input features; the output is summed, then gets the bias once.
 
-    Where ``tp_sums`` is false the output is left a term of the sum, which is made further on.  With more ``tp_waves``
-    than one, one wave of tokens is summed while the next is computed.  None is one, but two in compiled layers where
-    what is summed is copied between GPUs.
+    Where ``tp_sums`` is false the output is left a term of the sum, which is made further on.  ``tp_shares`` makes the
+    sum of which each rank gets a slice, to which it adds the bias.  With more ``tp_waves`` than one, one wave of tokens
+    is summed while the next is computed.  None is one, but two in compiled layers where what is summed is copied
+    between GPUs.
     """
 
     tp_whole: tuple[int, int]
     tp_mesh: Mesh
     tp_sums: bool
     tp_waves: int | None
+    tp_shares: Callable[[Tensor], Tensor] | None = None
     tp_hides = False
     """Whether a compiler lets a sum run beside what is computed after it is begun."""
     product = staticmethod(F.linear)
     """How the input meets the weight; training in float8 sets another."""
 
-    def become(self, whole: tuple[int, int], mesh: Mesh, sums: bool, waves: int | None) -> None:
+    def become(
+        self,
+        whole: tuple[int, int],
+        mesh: Mesh,
+        sums: bool,
+        waves: int | None,
+        shares: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         """Take on the sizes of the part that ``weight`` now is."""
-        self.tp_whole, self.tp_mesh, self.tp_sums, self.tp_waves = whole, mesh, sums, waves
+        self.tp_whole, self.tp_mesh, self.tp_sums, self.tp_waves, self.tp_shares = whole, mesh, sums, waves, shares
         self.in_features = self._parameters["weight"].shape[1]
 
     def forward(self, x_BI: Tensor) -> Tensor:
-        """The sum over ranks, plus the bias."""
+        """The sum over ranks, or a slice of it, plus the bias."""
+        if self.tp_shares is not None:
+            y_BO = self.tp_shares(self.product(x_BI, self.weight))
+            return y_BO + self.bias.to(y_BO.dtype)  # whose gradient is of this slice, and summed where it is read
         if not self.tp_sums:
             return self.product(x_BI, self.weight, self.bias)
         y_BO = self._summed(x_BI, self.weight)
