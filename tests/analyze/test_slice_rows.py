@@ -102,6 +102,15 @@ class Spread(Two):
         return x + self.same.expand(x.shape[0], x.shape[1], -1)
 
 
+class FirstToken(Two):
+    """The first token of each sequence is another, as one that stands for a class."""
+
+    def between(self, x: Tensor, each: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, 0] = 1.0
+        return x
+
+
 class TurnedBetween(Two):
     """Tokens come first in one block and second in the other."""
 
@@ -128,6 +137,12 @@ def test_slices_are_of_rows_where_nothing_between_regions_tells_sequences_apart(
     assert plan.slices.reason == "" and plan.slices.rows is rows
     result = emulate_module(seeded(cls), INPUTS, plan, sequence_parallel=True)
     assert result.equal, result.verdict()
+
+
+def test_what_is_written_to_one_token_is_written_to_whole_values(run_ranks):
+    plan = planned_of(FirstToken)
+    assert ("scatter", "second") in {(b.kind, b.module) for b in sliced_form(plan).boundaries}
+    assert run_ranks(compared, 2, FirstToken, plan.dumps())[0]
 
 
 def test_what_is_the_same_for_all_tokens_is_made_for_as_many_as_a_slice_has():

@@ -93,6 +93,33 @@ class Turned(Pictures):
         return self.head(self.norm(self.second(self.first(x)))[0])
 
 
+class First(Pictures):
+    """The first picture is another."""
+
+    def between(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[0] = 1.0
+        return x
+
+
+class Last(Pictures):
+    """All but the first are written to."""
+
+    def between(self, x: Tensor) -> Tensor:
+        x = x * 1
+        x[1:] = x[:1]
+        return x
+
+
+class FirstToken(Pictures):
+    """The first token of each is another."""
+
+    def between(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, 0] = self.beside[0, 0]
+        return x
+
+
 class Standardized(Pictures):
     """By statistics of all pictures, in training."""
 
@@ -105,7 +132,7 @@ class Standardized(Pictures):
 
 
 INPUTS = {"x": floats(4, 3, 8, 8)}
-ALL = (Pictures, Counted, Mixed, Turned, Centred, Shifted, Halved, Standardized)
+ALL = (Pictures, Counted, Mixed, Turned, Centred, Shifted, Halved, First, Last, FirstToken, Standardized)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +140,7 @@ ALL = (Pictures, Counted, Mixed, Turned, Centred, Shifted, Halved, Standardized)
     [
         (Pictures, True, False), (Counted, True, False), (Mixed, True, False), (Turned, True, False),
         *((cls, False, True) for cls in (Centred, Shifted, Halved)),  # what lies between sees whole values
+        (First, True, True), (Last, True, True), (FirstToken, True, False),
         (Standardized, True, False),  # a module of its own does
     ],
 )  # fmt: skip
@@ -156,6 +184,76 @@ def test_tokens_stay_where_no_sequences_can_be_shared():
     """A single picture, say: then a slice has to be of tokens, and the number that ranks cannot share is told."""
     plan = make_plan(seeded(Pictures), {"x": INPUTS["x"][:1]}, tp=2)
     assert plan.slices.reason == "" and not plan.slices.sequences
+
+
+class Shaded(Pictures):
+    """With a shade for all pictures, or one for each."""
+
+    def forward(self, x: Tensor, shade: Tensor) -> Tensor:
+        x = self.embedded(x)
+        x = F.scaled_dot_product_attention(x, x, x)
+        return self.head(self.norm(self.second(self.first(x) + shade))[:, 0])
+
+
+def shaded(mesh: Mesh, plan: str, pictures: int) -> str:
+    module = parallelize(seeded(Shaded), Plan.loads(plan), mesh, sequence_parallel=True)
+    module(INPUTS["x"], floats(1, 1, WIDTH))
+    try:
+        module(INPUTS["x"][:pictures], shade=floats(pictures, 1, WIDTH))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("pictures", [2, 4])
+def test_what_was_one_for_all_pictures_cannot_be_one_for_each(run_ranks, pictures):
+    """A slice of two has one picture, which would meet both shades."""
+    plan = make_plan(seeded(Shaded), {"x": INPUTS["x"], "shade": floats(1, 1, WIDTH)}, tp=2)
+    assert plan.slices.sequences and plan.slices.shared == ("kwargs.shade",)
+    for told in run_ranks(shaded, 2, plan.dumps(), pictures):
+        assert f"'kwargs.shade' was one for all sequences and is {pictures} now" in told
+
+
+class Prompted(Pictures):
+    """Compared with prompts of its own, an odd number of them with an odd number of words each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts, self.third = nn.Parameter(torch.randn(7, 3, WIDTH)), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedded(x)
+        x = F.scaled_dot_product_attention(x, x, x)
+        x = self.second(self.first(x)).mean(1)
+        t = self.prompts + F.scaled_dot_product_attention(self.prompts, self.prompts, self.prompts)
+        return x @ self.third(t).mean(1).T
+
+
+class Placed(Pictures):
+    """Places are given, as many as there are tokens, and stand beside those of a parameter."""
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        x = self.embedded(x) + places
+        x = F.scaled_dot_product_attention(x, x, x)
+        return self.head(self.norm(self.second(self.first(x)))[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("cls", "given"), [(Prompted, {}), *((Placed, {"places": floats(*s, WIDTH)}) for s in ((5,), (1, 5), (4, 5)))]
+)
+def test_sequences_are_those_that_a_model_is_called_with(run_ranks, cls, given):
+    inputs = INPUTS | given
+    plan = make_plan(seeded(cls), inputs, tp=2)
+    found = {(b.kind, b.module) for b in sliced_form(plan).boundaries}
+    assert plan.slices.sequences and ("reduce_scatter", "second.down") in found
+    assert ("reduce_scatter", "third.down") not in found
+    assert emulate_module(seeded(cls), inputs, plan, sequence_parallel=True).equal
+    assert run_ranks(given_compared, 2, cls, inputs, plan.dumps())[0]
+
+
+def given_compared(mesh: Mesh, cls, inputs, plan: str) -> bool:
+    result = compare_on_rank(seeded(cls), inputs, Plan.loads(plan), mesh, sequence_parallel=True)
+    return result is None or result.equal
 
 
 def odd_batch(mesh: Mesh, plan: str) -> str:

@@ -30,7 +30,7 @@ from tpconvert.parallel.layers.linear import (
 )
 from tpconvert.parallel.layers.reads import Read, become, chains
 from tpconvert.spec.layout import Layout, local_size
-from tpconvert.spec.plan import Boundary, Edit, Plan, Verdict
+from tpconvert.spec.plan import Boundary, Edit, Plan, Slices, Verdict
 from tpconvert.spec.sliced import sliced_form
 
 WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -80,7 +80,7 @@ def parallelize(
     for path in dict.fromkeys(rewrite.module for rewrite in plan.rewrites):
         forms = [rewrite for rewrite in plan.rewrites if rewrite.module == path]
         become(module.get_submodule(path), forward=rewritten_forms(module.get_submodule(path), forms, mesh, graphs))
-    add_boundaries(module, boundaries, mesh, plan.slices)
+    add_boundaries(module, boundaries, mesh, plan.slices if sequence_parallel else Slices())
     add_switches(module, plan.switches, mesh)
     surround(module, plan, mesh)
     sum_together(module, mesh)

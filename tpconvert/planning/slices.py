@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,16 +71,26 @@ class SlicedForm:
         flow, why = slice_flow(choice.flow, whole, sequences)
         if flow is None:
             return None, {None: why}
+        if sequences and is_odd(flow, plan.tp):
+            return None, {None: "ranks can have equally many neither of its tokens nor of its sequences"}
         if not sequences:
             flow, whole = with_rows(choice.flow, flow, whole, self.others)
         sliced, refused = self.planner.sliced(flow, self.training)
         made = Slices("", flow.sliced_inputs, whole=tuple(sorted(whole)), rows=flow.rows, sequences=sequences)
+        made = replace(made, shared=tuple(one_for_all(self.trace))) if sequences else made
         candidate = with_sliced_form(plan, sliced, made)
         faults: dict[str | None, str] = dict(refused.items())
         if not faults:
             found = prove_shapes(self.module, self.inputs, self.trace, replace(choice, flow=flow), candidate)
             faults |= {f.module: f.why for f in found}
         return (None, faults) if faults else (candidate, {})
+
+
+def one_for_all(trace: Trace) -> Iterator[str]:
+    """The inputs whose first dim has a single entry, which broadcasts over all sequences, and over a slice of them."""
+    for node in trace.nodes:
+        if node.meta["op"] == "input" and tuple(node.meta["shape"][:1]) == (1,):
+            yield str(node.meta["slot"])
 
 
 def _outer(path: str, whole: frozenset[str]) -> str | None:

@@ -20,6 +20,7 @@ def sliced_form(plan: Plan) -> Plan:
     boundaries = [_sliced(b) for b in plan.boundaries if not b.moved]
     boundaries += plan.slices.boundaries
     order = get_args(Kind)
+    made = Slices("it is already", rows=plan.slices.rows, sequences=plan.slices.sequences, shared=plan.slices.shared)
     verdicts = (replace(v, sum_grad=True, on_slices=False) if v.on_slices else v for v in plan.verdicts)
     return replace(
         plan,
@@ -27,7 +28,7 @@ def sliced_form(plan: Plan) -> Plan:
         boundaries=tuple(sorted(boundaries, key=lambda b: order.index(b.kind))),
         switches=plan.switches if plan.slices.switches is None else plan.slices.switches,
         unreached=plan.unreached if plan.slices.unreached is None else plan.slices.unreached,
-        slices=Slices("it is already", rows=plan.slices.rows, sequences=plan.slices.sequences),
+        slices=made,
     )
 
 

@@ -17,7 +17,7 @@ from tpconvert.analyze.axes.run import inplace_target, is_many
 from tpconvert.analyze.capture.run import Call
 from tpconvert.analyze.flow.states import Flow, Host, Hosts, Placed, differentiable, is_op
 from tpconvert.analyze.slices.placing import Placing
-from tpconvert.analyze.slices.tokens import Tokens, Use, shared_dims
+from tpconvert.analyze.slices.tokens import Tokens, Use, givens, shared_dims
 
 
 def slice_flow(flow: Flow, whole: frozenset[str] = frozenset(), sequences: bool = False) -> tuple[Flow | None, str]:
@@ -37,9 +37,10 @@ def slice_flow(flow: Flow, whole: frozenset[str] = frozenset(), sequences: bool 
 
 
 def is_odd(flow: Flow, tp: int) -> bool:
-    """Whether there is a number of tokens that ranks cannot share equally, and the model is called with none."""
-    crossed = [p for p in flow.placed if p.sliced is not None]
-    return not flow.sliced_inputs and any(flow.ax.of(p.node)[p.sliced].n % tp for p in crossed if p.sliced is not None)
+    """Whether there is a number of tokens that ranks cannot share equally, whatever the model is called with."""
+    crossed = [flow.ax.of(p.node)[p.sliced] for p in flow.placed if p.sliced is not None]
+    is_given = givens(flow)
+    return any(t.n % tp and not is_given(t) for t in crossed)
 
 
 class Slicer:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from tpconvert.analyze.axes.run import flat, is_many
+from tpconvert.analyze.axes.run import flat, inplace_target, is_many
 from tpconvert.analyze.axes.terms import Term, atoms, leaves, segments
 from tpconvert.analyze.capture.run import Call
 from tpconvert.analyze.flow.states import Flow, is_op
@@ -33,8 +33,8 @@ class Use:
 def shared_dims(flow: Flow, sequences: bool = False) -> set[Key]:
     """The dims along which values are sliced: of each sum the one that ops mix, and else its rows.
 
-    Which is to say the tokens, whichever dim has them; not the features, which weights carry.  With ``sequences`` what
-    is beside those.
+    Which is to say the tokens, whichever dim has them; not the features, which weights carry.  With ``sequences`` the
+    first beside those that the model is called with.
     """
     ax = flow.ax
     contracting = {n for _, n in ax.contracts}
@@ -50,14 +50,21 @@ def shared_dims(flow: Flow, sequences: bool = False) -> set[Key]:
     mixed = {a for t, n in ax.contracts for a in leaves(t)}
     mixed |= {a for t, b in ax.blocks if b.node.meta["op"] != "input" for a in leaves(t)}
     sums = [[t for t in ax.of(n) if t.n > 1 and leaves(t) and not leaves(t) & features] for n in flow.reduced]
-    tokens = _last(sums, lambda t: bool(leaves(t) & mixed)) or _last(sums, lambda t: True)
-    keys = _last(sums, lambda t: key_of(t) not in tokens) if sequences else tokens
+    tokens = _of_each(sums, -1, lambda t: bool(leaves(t) & mixed)) or _of_each(sums, -1, lambda t: True)
+    is_given = givens(flow)
+    keys = _of_each(sums, 0, lambda t: key_of(t) not in tokens and is_given(t)) if sequences else tokens
     return {k for k in keys if len(k) == 1} or keys  # rows of all sequences, where nothing has those of one apart
 
 
-def _last(sums: list[list[Term]], chosen: Callable[[Term], bool]) -> set[Key]:
-    """The last such dim of each sum that has one."""
-    return {key_of(mine[-1]) for terms in sums if (mine := [t for t in terms if chosen(t)])}
+def _of_each(sums: list[list[Term]], which: int, chosen: Callable[[Term], bool]) -> set[Key]:
+    """The first or last such dim of each sum that has one."""
+    return {key_of(mine[which]) for terms in sums if (mine := [t for t in terms if chosen(t)])}
+
+
+def givens(flow: Flow) -> Callable[[Term], bool]:
+    """Tells whether a size is one that the model is called with, or made of one, and not that of a parameter."""
+    own = {key_of(t) for node in flow.ax.trace.parameters.values() for t in flow.ax.of(node)}
+    return lambda term: bool(leaves(term) & flow.ax.input_atoms) and key_of(term) not in own
 
 
 def key_of(term: Term) -> Key:
@@ -135,6 +142,12 @@ class Tokens:
             if leaves(term) & self.below:
                 out.add(node)
                 self.why.setdefault(node, f"{node.meta['op']} sums over the tokens")
+        for node, region in self.ax.written.items():
+            target, whole = inplace_target(node), {key_of(t) for t in region}
+            dims = [key_of(t) for t in self.ax.of(target)] if target is not None else []
+            if any(key in self.keys and key not in whole for key in dims):
+                out.add(node)
+                self.why.setdefault(node, "it writes to some of the tokens")
         for node, sites in self.ax.sites.items():
             given = dict(numbers((node.args, dict(node.kwargs))))
             if any(leaves(s.term) & self.below and not self.reads_one(given.get(s.path)) for s in sites):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -241,6 +242,27 @@ def check_batch(size: int, mesh: Mesh) -> None:
         )
 
 
+@dataclass(eq=False)
+class Shared:
+    """Hook: inputs that were one for all sequences are that again, or a slice would meet one of another sequence."""
+
+    slots: tuple[Slot, ...]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Raise PlanError where one is for each."""
+        for slot in self.slots:
+            replaced_input(args, kwargs, (replace(slot, optional=True),), partial(self.check, slot))
+
+    def check(self, slot: Slot, x: Tensor) -> Tensor:
+        """The tensor, which is left as it is."""
+        if x.dim() and len(x) != 1:
+            raise PlanError(
+                f"{slot.text!r} was one for all sequences and is {len(x)} now, where ranks share out whole sequences.",
+                hint="Plan it with inputs like these, or convert it without sequence_parallel.",
+            )
+        return x
+
+
 def crossing(
     boundary: Boundary, mesh: Mesh, slices: Slices, slots: tuple[Slot, ...] = (), shared: Rows | None = None
 ) -> Crossing:
@@ -280,6 +302,9 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh, 
     if calls.planned:
         root.register_forward_pre_hook(calls.begin, prepend=True)
         root.register_forward_hook(calls.end, always_call=True)
+    if slices.shared:
+        slots = input_slots(root, slices.shared, "the root module")
+        root.register_forward_pre_hook(Shared(slots), prepend=True, with_kwargs=True)
     if shared is not None and any(c.boundary.kind == "scatter" for crossings in of_module.values() for c in crossings):
         root.register_forward_pre_hook(shared.begin, prepend=True)
         root.register_forward_hook(shared.end, always_call=True)
