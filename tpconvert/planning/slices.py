@@ -111,20 +111,22 @@ def divided(inputs: Any, plan: Plan) -> Any:
     known = [(slots.get(slot.partition(".")[2]), dim) for slot, dim in plan.slices.inputs]
     dims = {(id(t), dim) for t, dim in known if t is not None}
     lengths = {t.shape[dim] for t, dim in known if t is not None}
-    sequences = plan.slices.sequences
-    if min(lengths, default=plan.tp) < (sequences or plan.tp):
+    least = 1 if plan.slices.sequences else plan.tp
+    if min(lengths, default=plan.tp) < least:
         return None
+
+    def repeated(t: Tensor) -> Tensor:
+        for dim in [d for d in range(t.dim()) if (id(t), d) in dims]:
+            n = t.shape[dim]
+            t = t.index_select(dim, torch.arange(max(n // plan.tp, 1) * plan.tp, device=t.device) % n)
+        return t.clone()
 
     def cropped(t: Tensor) -> Tensor:
         kept = t
         for dim, n in enumerate(t.shape):
-            if sequences:
-                enough = torch.arange(max(n // plan.tp, 1) * plan.tp, device=t.device) % max(n, 1)
-                kept = kept.index_select(dim, enough) if (id(t), dim) in dims else kept
-                continue
             alike = n in lengths and dim > 0 and not t.is_floating_point()  # a mask that the plan does not know of
             if (id(t), dim) in dims or alike:
                 kept = kept.narrow(dim, 0, n // plan.tp * plan.tp)
         return kept.clone()
 
-    return map_tensors(cropped, inputs)
+    return map_tensors(repeated if plan.slices.sequences else cropped, inputs)
