@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tpconvert.parallel.compiled.sums import VIEWS, adds, after, summed_terms
+from tpconvert.parallel.compiled.sums import VIEWS, adds, after, erase, summed_terms
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
@@ -231,7 +231,8 @@ class _Merge:
         grad = self.joined([each.grad for each in self.group], 1, self.group[0].to_rows)
         self.to_weights(grad)
         self.to_rows(grad, weight)
-        _erase(self.graph, [n for each in self.group for n in (each.made, each.to_weight, each.to_bias, each.to_rows)])
+        old = (n for each in self.group for n in (each.made, each.to_weight, each.to_bias, each.to_rows))
+        erase(self.graph, [n for n in old if n is not None], SPARED)
 
     def forward(self) -> fx.Node:
         """One product for all; the weights that were joined are joined again in the backward, rather than kept."""
@@ -270,7 +271,7 @@ class _Merge:
                 for other in (t for t in terms if t not in mine):
                     found = self.op(total, aten.add.Tensor, found, other)
                 total.replace_all_uses_with(found)
-                _erase(self.graph, [total])
+                erase(self.graph, [total], SPARED)
                 return
 
     def joined(self, nodes: Sequence[Any], dim: int, like: Any) -> fx.Node:
@@ -297,18 +298,3 @@ class _Merge:
         node.meta = {k: v for k, v in like.meta.items() if k != "eager_input_vals"}
         node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
         return node
-
-
-def _erase(graph: fx.Graph, nodes: Iterable[Any]) -> None:
-    """These nodes, where nobody reads them any more, and what was computed for them alone."""
-    for node in nodes:
-        if (
-            node is not None
-            and node.op == "call_function"
-            and not node.users
-            and node.target in SPARED
-            and not node._erased
-        ):
-            given = node.all_input_nodes
-            graph.erase_node(node)
-            _erase(graph, given)

@@ -11,7 +11,7 @@ collective takes what is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ def _replace(graph: fx.Graph, total: fx.Node, products: dict[fx.Node, fx.Node], 
             found = graph.call_function(aten.add.Tensor, (found, other))
             found.meta["val"] = total.meta["val"]
     total.replace_all_uses_with(found)
-    _erase(graph, total)
+    erase(graph, [total], (aten.add.Tensor, aten.mm.default, *VIEWS))
 
 
 def _viewed(graph: fx.Graph, made: fx.Node, term: Any, product: fx.Node) -> fx.Node:
@@ -113,13 +113,13 @@ def _viewed(graph: fx.Graph, made: fx.Node, term: Any, product: fx.Node) -> fx.N
     return found
 
 
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """A sum that nobody reads any more, with its products."""
-    if not node.users and node.target in (aten.add.Tensor, aten.mm.default, *VIEWS):
-        given = node.all_input_nodes
-        graph.erase_node(node)
-        for each in given:
-            _erase(graph, each)
+def erase(graph: fx.Graph, nodes: Iterable[fx.Node], ops: Container[Any]) -> None:
+    """Erase what nobody reads any more, and what was computed for it alone, where it is of these ``ops``."""
+    for node in nodes:
+        if not node._erased and not node.users and node.target in ops:
+            given = node.all_input_nodes
+            graph.erase_node(node)
+            erase(graph, given, ops)
 
 
 def after(nodes: Iterable[fx.Node]) -> set[fx.Node]:
