@@ -157,8 +157,7 @@ def test_an_odd_number_of_tokens_that_no_input_has_leaves_sequences_to_share(cls
     assert result.equal, result.verdict()
 
 
-def compared(mesh: Mesh, cls, plan: str, pictures: int) -> bool:
-    inputs = {"x": INPUTS["x"][:pictures]}
+def compared(mesh: Mesh, cls, inputs, plan: str) -> bool:
     result = compare_on_rank(seeded(cls), inputs, Plan.loads(plan), mesh, sequence_parallel=True)
     return result is None or result.equal
 
@@ -166,7 +165,8 @@ def compared(mesh: Mesh, cls, plan: str, pictures: int) -> bool:
 @pytest.mark.parametrize("cls", ALL)
 @pytest.mark.parametrize(("tp", "pictures"), [(2, 4), (2, 3), (4, 2)])
 def test_they_are_equal_on_ranks(run_ranks, cls, tp, pictures):
-    assert run_ranks(compared, tp, cls, make_plan(seeded(cls), INPUTS, tp=tp).dumps(), pictures)[0]
+    inputs = {"x": INPUTS["x"][:pictures]}
+    assert run_ranks(compared, tp, cls, inputs, make_plan(seeded(cls), INPUTS, tp=tp).dumps())[0]
 
 
 def test_tokens_are_shared_where_they_can_be():
@@ -209,7 +209,7 @@ def shaded(mesh: Mesh, plan: str, pictures: int) -> str:
 def test_what_was_one_for_all_pictures_cannot_be_one_for_each(run_ranks, pictures):
     """A slice of two has one picture, which would meet both shades."""
     plan = make_plan(seeded(Shaded), {"x": INPUTS["x"], "shade": floats(1, 1, WIDTH)}, tp=2)
-    assert plan.slices.sequences and plan.slices.shared == ("kwargs.shade",)
+    assert plan.slices.sequences and plan.slices.common == ("kwargs.shade",)
     for told in run_ranks(shaded, 2, plan.dumps(), pictures):
         assert f"'kwargs.shade' was one for all sequences and is {pictures} now" in told
 
@@ -248,12 +248,7 @@ def test_sequences_are_those_that_a_model_is_called_with(run_ranks, cls, given):
     assert plan.slices.sequences and ("reduce_scatter", "second.down") in found
     assert ("reduce_scatter", "third.down") not in found
     assert emulate_module(seeded(cls), inputs, plan, sequence_parallel=True).equal
-    assert run_ranks(given_compared, 2, cls, inputs, plan.dumps())[0]
-
-
-def given_compared(mesh: Mesh, cls, inputs, plan: str) -> bool:
-    result = compare_on_rank(seeded(cls), inputs, Plan.loads(plan), mesh, sequence_parallel=True)
-    return result is None or result.equal
+    assert run_ranks(compared, 2, cls, inputs, plan.dumps())[0]
 
 
 def odd_batch(mesh: Mesh, plan: str) -> str:

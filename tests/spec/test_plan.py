@@ -158,6 +158,11 @@ def damaged(path, value):
         (["rewrites", 0, "nodes"], {}, "not a list"),
         (["axes"], [{"name": "mlp:ffn", "pattern": "mlp", "size": 8, "parameters": []}] * 2, "two of that name"),
         (["unreached"], "mlp", "unreached: .mlp. is not a list"),
+        (
+            ["slices"],
+            {"rows": True, "sequences": True},
+            "slices: slices are of rows or of whole sequences, not of both",
+        ),
         (["slices"], {"inputs": [["args.0", "1"]]}, r"slices.inputs\[0\]\[1\]"),
         (
             ["slices"],

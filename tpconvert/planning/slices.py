@@ -77,7 +77,7 @@ class SlicedForm:
             flow, whole = with_rows(choice.flow, flow, whole, self.others)
         sliced, refused = self.planner.sliced(flow, self.training)
         made = Slices("", flow.sliced_inputs, whole=tuple(sorted(whole)), rows=flow.rows, sequences=sequences)
-        made = replace(made, shared=tuple(one_for_all(self.trace))) if sequences else made
+        made = replace(made, common=tuple(one_for_all(self.trace))) if sequences else made
         candidate = with_sliced_form(plan, sliced, made)
         faults: dict[str | None, str] = dict(refused.items())
         if not faults:

@@ -179,7 +179,7 @@ class Slices:
     sequences: bool = False
     """Whether a slice is some of the sequences of a batch, each with all its tokens, which are too odd a number for the
     ranks, whatever the model is called with: 197 of a picture, say.  :attr:`inputs` are the dims of the sequences."""
-    shared: tuple[str, ...] = ()
+    common: tuple[str, ...] = ()
     """Then the slots of inputs that were one for all sequences, in their first dim, and so have to be again."""
 
 

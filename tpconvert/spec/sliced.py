@@ -20,7 +20,7 @@ def sliced_form(plan: Plan) -> Plan:
     boundaries = [_sliced(b) for b in plan.boundaries if not b.moved]
     boundaries += plan.slices.boundaries
     order = get_args(Kind)
-    made = Slices("it is already", rows=plan.slices.rows, sequences=plan.slices.sequences, shared=plan.slices.shared)
+    made = Slices("it is already", rows=plan.slices.rows, sequences=plan.slices.sequences, common=plan.slices.common)
     verdicts = (replace(v, sum_grad=True, on_slices=False) if v.on_slices else v for v in plan.verdicts)
     return replace(
         plan,

@@ -243,7 +243,7 @@ def check_batch(size: int, mesh: Mesh) -> None:
 
 
 @dataclass(eq=False)
-class Shared:
+class Common:
     """Hook: inputs that were one for all sequences are that again, or a slice would meet one of another sequence."""
 
     slots: tuple[Slot, ...]
@@ -264,18 +264,17 @@ class Shared:
 
 
 def crossing(
-    boundary: Boundary, mesh: Mesh, slices: Slices, slots: tuple[Slot, ...] = (), shared: Rows | None = None
+    boundary: Boundary, mesh: Mesh, slices: Slices, slots: tuple[Slot, ...] = (), rows: Rows | None = None
 ) -> Crossing:
-    """A boundary of a plan with such ``slices``; ``shared`` is what the root knows of rows."""
+    """A boundary of a plan with such ``slices``; ``rows`` is what the root knows of them."""
     parts = parts_of(boundary.dim, boundary.blocks, mesh) if boundary.blocks else None
-    rows = (shared or Rows()) if slices.rows else None
-    return Crossing(boundary, mesh, parts, slots, rows, slices.sequences)
+    return Crossing(boundary, mesh, parts, slots, (rows or Rows()) if slices.rows else None, slices.sequences)
 
 
 def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh, slices: Slices) -> None:
     """Hook each boundary to its module: inside the user's output hooks, after the user's input hooks."""
     of_module: dict[str, list[Crossing]] = {}
-    shared = Rows() if slices.rows else None
+    rows = Rows() if slices.rows else None
     for b in boundaries:
         where = b.module or "the root module"
         slots = (
@@ -283,7 +282,7 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh, 
             if b.side == "input"
             else output_slots(b.slots, where)
         )
-        of_module.setdefault(b.module, []).append(crossing(b, mesh, slices, slots, shared))
+        of_module.setdefault(b.module, []).append(crossing(b, mesh, slices, slots, rows))
     calls = Calls()
     for path, crossings in of_module.items():
         module = root.get_submodule(path)
@@ -302,9 +301,9 @@ def add_boundaries(root: nn.Module, boundaries: Iterable[Boundary], mesh: Mesh, 
     if calls.planned:
         root.register_forward_pre_hook(calls.begin, prepend=True)
         root.register_forward_hook(calls.end, always_call=True)
-    if slices.shared:
-        slots = input_slots(root, slices.shared, "the root module")
-        root.register_forward_pre_hook(Shared(slots), prepend=True, with_kwargs=True)
-    if shared is not None and any(c.boundary.kind == "scatter" for crossings in of_module.values() for c in crossings):
-        root.register_forward_pre_hook(shared.begin, prepend=True)
-        root.register_forward_hook(shared.end, always_call=True)
+    if slices.common:
+        slots = input_slots(root, slices.common, "the root module")
+        root.register_forward_pre_hook(Common(slots), prepend=True, with_kwargs=True)
+    if rows is not None and any(c.boundary.kind == "scatter" for crossings in of_module.values() for c in crossings):
+        root.register_forward_pre_hook(rows.begin, prepend=True)
+        root.register_forward_hook(rows.end, always_call=True)

@@ -33,6 +33,8 @@ def refuse_inconsistent(plan: Plan) -> None:
     _once("axes", plan.axes)
     _boundaries("boundaries", plan.boundaries, axes, plan.tp)
     _boundaries("slices.boundaries", plan.slices.boundaries, axes, plan.tp)
+    if plan.slices.rows and plan.slices.sequences:
+        raise WrongError("slices are of rows or of whole sequences, not of both", "slices")
     for i, edit in enumerate(plan.edits):
         with at("edits", i, edit):
             _edit(edit, plan.tp)
